@@ -1,0 +1,69 @@
+"""Every knob of the core, with its range check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+__all__ = ["Gradient", "LongStrawConfig"]
+
+Gradient = Literal["response_only"]
+
+
+@dataclass(frozen=True)
+class LongStrawConfig:
+    """How prompts are captured and responses replayed.
+
+    Attributes:
+        gradient: ``response_only`` trains responses against a constant prompt state (LongStraw,
+            arXiv 2607.14952); it is not full-sequence training.
+        chunk_tokens: prompt tokens per capture chunk. It need not divide the prompt.
+        page_tokens: tokens per contiguous key/value buffer; longer segments use several.
+        head_chunk_tokens: tokens whose logits exist at one time.
+        state_budget_gb: prompt states kept for reuse, in GiB per rank; the one in use always fits.
+        activation_checkpointing: recompute each decoder layer in the backward of a replay. None
+            leaves the choice to the host (verl: ``model.enable_gradient_checkpointing``).
+        max_prompt_tokens: refuse prompts of this length or more. verl truncates prompts to
+            ``data.max_prompt_length`` without an error; None if the limit is not known.
+        progress: show a bar on rank 0 for captures and replays that last.
+    """
+
+    gradient: Gradient = "response_only"
+    chunk_tokens: int = 4096
+    page_tokens: int = 131072
+    head_chunk_tokens: int = 1024
+    state_budget_gb: float = 8.0
+    activation_checkpointing: bool | None = None
+    max_prompt_tokens: int | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.gradient not in get_args(Gradient):
+            raise ValueError(
+                f"gradient: expected one of {get_args(Gradient)}, got {self.gradient!r}"
+            )
+        for name in ("chunk_tokens", "page_tokens", "head_chunk_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(
+                f"max_prompt_tokens: expected a positive integer, got {self.max_prompt_tokens!r}"
+            )
+        if not self.state_budget_gb >= 0:
+            raise ValueError(
+                f"state_budget_gb: expected 0 or more GiB, got {self.state_budget_gb!r}"
+            )
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any] | None) -> LongStrawConfig:
+        """Build from a YAML node; raises ValueError for a key that is no option."""
+        known = {f.name for f in fields(cls)}
+        options = dict(options or {})
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(
+                f"longstraw: unknown option {unknown[0]!r}; known are {', '.join(sorted(known))}"
+            )
+        return cls(**options)

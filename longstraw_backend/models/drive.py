@@ -1,0 +1,155 @@
+"""Drive a stock causal language model over segments.
+
+Four seams of the stock module are used: its attention function (registered as ``longstraw``, with
+no mask function, so that no [S, T] mask is built), the forward of the causal-LM class (which takes a
+walk instead of a cache), the forward of the output embedding (so that the log-prob head runs where
+FSDP has the weight gathered), and the forward of each decoder layer (activation checkpointing that
+keeps the walk, which Hugging Face's own drops).
+What a call needs to know travels as the keyword ``longstraw``; nothing is hung on a global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from longstraw_backend.kernels.segment_attention import segment_attention
+from longstraw_backend.state import Segment
+
+from .families import check_supported
+
+__all__ = ["ATTENTION", "DrivenModel", "Walk", "drive"]
+
+ATTENTION = "longstraw"
+Head = Callable[[Tensor, Tensor, Callable[..., Tensor]], tuple[Tensor, ...]]
+"""From hidden states [B, T, D], the output embedding [V, D] and its stock forward to tensors wanted."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One call of the model: over which state, and what to return.
+
+    Attributes:
+        segment: state of all earlier tokens.
+        commit: write the new tokens' keys and values to the segment (capture, decode) or leave the
+            state as it is (score, replay).
+        head: what to return; None returns nothing.
+        checkpointing: recompute each decoder layer in the backward.
+    """
+
+    segment: Segment
+    commit: bool
+    head: Head | None
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class DrivenModel:
+    """A causal LM that :func:`drive` prepared. ``module`` is the outermost wrapper: call that one."""
+
+    module: nn.Module
+    num_layers: int
+
+    def rewrap(self, module: nn.Module) -> DrivenModel:
+        """The same model under another outermost wrapper (peft, FSDP)."""
+        return DrivenModel(module, self.num_layers)
+
+    def segment(self, capacity: int, page_tokens: int) -> Segment:
+        """An empty root segment."""
+        return Segment(self.num_layers, capacity, page_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+
+def drive(model: nn.Module) -> DrivenModel:
+    """Prepare a stock ``...ForCausalLM`` for walks. Wrap it with peft and FSDP afterwards.
+
+    Calls without a walk raise ValueError: the attention function can't serve them.
+
+    Raises:
+        ValueError: the family or one of its options is not supported.
+    """
+    check_supported(model.config)
+    if getattr(model.lm_head, "bias", None) is not None:
+        raise ValueError("lm_head: an output embedding with a bias is not supported")
+    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    model.forward = partial(_causal_lm_forward, model)  # type: ignore[method-assign]
+    model.lm_head.forward = partial(_lm_head_forward, model.lm_head, model.lm_head.forward)  # type: ignore
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.forward = partial(_layer_forward, layer.forward)  # type: ignore[union-attr]
+    return DrivenModel(model, model.config.num_hidden_layers)
+
+
+def _causal_lm_forward(
+    model: Any, input_ids: Tensor, position_ids: Tensor, longstraw: Walk | None = None, **_: Any
+) -> tuple[Tensor, ...]:
+    if longstraw is None:
+        raise ValueError(
+            "this model is driven by longstraw: call it through longstraw_backend.walk.advance"
+        )
+    out = model.model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, longstraw=longstraw
+    )
+    if longstraw.head is None:
+        return ()
+    result: tuple[Tensor, ...] = model.lm_head(out.last_hidden_state, longstraw.head)
+    return result
+
+
+def _lm_head_forward(
+    lm_head: nn.Module, forward: Callable[..., Tensor], hidden: Tensor, head: Head
+) -> tuple[Tensor, ...]:
+    return head(hidden, lm_head.weight, forward)  # type: ignore[arg-type]
+
+
+def _layer_forward(forward: Callable[..., Any], hidden: Tensor, **kwargs: Any) -> Any:
+    walk: Walk = kwargs["longstraw"]
+    if walk.checkpointing and torch.is_grad_enabled():
+        return checkpoint(
+            partial(forward, **kwargs), hidden, use_reentrant=False, preserve_rng_state=False
+        )
+    return forward(hidden, **kwargs)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    longstraw: Walk | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if longstraw is None or attention_mask is not None:
+        raise ValueError(
+            "attention 'longstraw': expected a walk and no mask; call longstraw_backend.walk.advance"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    query, key, value = _common_dtype(query, key, value)
+    out = segment_attention(query, key, value, longstraw.segment.resident(layer), scale=scaling)
+    if longstraw.commit:
+        longstraw.segment.write(layer, key, value)
+    return out.transpose(1, 2), None
+
+
+def _common_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast norms leave q and k wider than v; attention takes one dtype."""
+    device = tensors[0].device.type
+    dtype = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    )
+    return [t.to(dtype) for t in tensors]
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)

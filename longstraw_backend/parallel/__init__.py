@@ -1,0 +1,5 @@
+"""Work that ranks do together."""
+
+from .lockstep import Lockstep
+
+__all__ = ["Lockstep"]

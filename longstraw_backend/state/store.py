@@ -1,0 +1,60 @@
+"""Prompt states kept for reuse: rollout, scoring and the first update see the same weights.
+
+Keyed by prompt tokens, weights version and whether adapters are on, under a budget in bytes with
+least-recently-used eviction. A state of other weights is stale and never returned.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from .segment import Segment
+
+__all__ = ["PromptKey", "PromptStore"]
+
+
+class PromptKey(NamedTuple):
+    """What a prompt state depends on. With adapters off the version is that of the base weights."""
+
+    digest: bytes
+    version: int
+    adapters: bool = True
+
+
+class PromptStore:
+    """States of whole prompts, each ending at its prompt boundary."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._states: OrderedDict[PromptKey, Segment] = OrderedDict()
+
+    def get(self, key: PromptKey) -> Segment | None:
+        """The state of ``key``, marked as just used, or None."""
+        if key in self._states:
+            self._states.move_to_end(key)
+        return self._states.get(key)
+
+    def put(self, key: PromptKey, state: Segment) -> None:
+        """Keep ``state``, then evict the least recently used others down to the budget; the newest
+        is always kept, so that a budget of 0 keeps exactly one."""
+        self._states[key] = state
+        self._states.move_to_end(key)
+        while self.nbytes > self.budget_bytes and len(self._states) > 1:
+            self._states.popitem(last=False)
+
+    def drop_stale(self, version: int) -> None:
+        """Drop states captured with adapters on under other weights than ``version``."""
+        for key in [k for k in self._states if k.adapters and k.version != version]:
+            del self._states[key]
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._states.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self._states.values())
+
+    def __len__(self) -> int:
+        return len(self._states)

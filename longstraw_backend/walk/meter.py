@@ -1,0 +1,63 @@
+"""What a step did: seconds per phase, tokens, bytes. Numbers for the host's tracker."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Meter"]
+
+
+@dataclass
+class Meter:
+    """Counters of one call; :meth:`metrics` names them.
+
+    Attributes:
+        seconds: wall time per phase (capture, score, replay), device work included.
+        prompt_tokens_captured: prompt tokens that were run.
+        full_sequence_tokens: prompt and response tokens an ordinary trainer would have run.
+        response_tokens: response tokens scored or replayed.
+        state_bytes: resident prompt state at its peak.
+        graph_tokens_peak: most tokens in one autograd graph.
+    """
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    prompt_tokens_captured: int = 0
+    full_sequence_tokens: int = 0
+    response_tokens: int = 0
+    state_bytes: int = 0
+    graph_tokens_peak: int = 0
+
+    @contextmanager
+    def phase(self, name: str, device: torch.device) -> Iterator[None]:
+        """Time a phase; on CUDA waits for the device, twice per capture or replay."""
+        _wait(device)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            _wait(device)
+            self.seconds[name] += time.perf_counter() - began
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers under ``longstraw/``."""
+        named = {f"longstraw/{phase}_seconds": spent for phase, spent in self.seconds.items()}
+        return named | {
+            "longstraw/prompt_tokens_captured": float(self.prompt_tokens_captured),
+            "longstraw/prompt_tokens_full_sequence": float(
+                self.full_sequence_tokens - self.response_tokens
+            ),
+            "longstraw/response_tokens": float(self.response_tokens),
+            "longstraw/resident_state_bytes": float(self.state_bytes),
+            "longstraw/graph_tokens_peak": float(self.graph_tokens_peak),
+        }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

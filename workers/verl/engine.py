@@ -1,0 +1,306 @@
+"""The LongStraw training engine of verl: capture each prompt once, replay its responses one by one.
+
+Loading, LoRA, offload, optimizer, schedule, checkpoints and weight export are verl's FSDP engine; what
+this class replaces is how a batch is run. Registered for ``strategy=longstraw`` on CPU and CUDA. A
+forward-only instance serves as the reference policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.metric import AggregationType, Metric
+from verl.utils.py_functional import append_to_dict
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from longstraw_backend.config import LongStrawConfig
+from longstraw_backend.groups import Group, Row
+from longstraw_backend.kernels.logprob_head import LogProbs
+from longstraw_backend.models import DrivenModel, drive
+from longstraw_backend.models.families import check_no_dropout
+from longstraw_backend.parallel import Lockstep
+from longstraw_backend.state import PromptKey, PromptStore
+from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sample, Sampling, generate
+
+from .batch import LossRows, check_settings, groups_of, jagged_outputs, loss_output, temperatures_of
+from .live import LIVE
+
+__all__ = ["LongStrawEngine"]
+
+_REFUSED = {
+    "ulysses_sequence_parallel_size": 1,
+    "pad_to_length": False,
+}
+
+
+@EngineRegistry.register(model_type="language_model", backend="longstraw", device=["cpu", "cuda"])
+class LongStrawEngine(FSDPEngineWithLMHead):
+    """verl's FSDP engine with capture, score and replay in place of padded or packed sequences.
+
+    Attributes:
+        walk: the driven model with its prompt states.
+        version: of the weights; a prompt state of another version is stale.
+        max_prompt_tokens: verl's ``data.max_prompt_length`` where known; such prompts are refused.
+    """
+
+    walk: GroupWalk
+    lockstep: Lockstep
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_settings(model_config, engine_config)
+        super().__init__(model_config, engine_config, *args, **kwargs)
+        self.options: LongStrawConfig = (
+            getattr(engine_config, "longstraw", None) or LongStrawConfig()
+        )
+        if self.options.activation_checkpointing is None:
+            checkpointing = bool(model_config.enable_gradient_checkpointing)
+            self.options = replace(self.options, activation_checkpointing=checkpointing)
+        self.max_prompt_tokens = self.options.max_prompt_tokens
+        self.version = 0
+        self.meter = Meter()
+        self._adapters = True
+
+    # --- building -------------------------------------------------------------------------------
+
+    def _build_module(self) -> nn.Module:
+        module: Any = super()._build_module()
+        module.gradient_checkpointing_disable()  # Hugging Face's drops the walk; ours does not
+        self._driven = drive(module)
+        return module
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        wrapped: Any = super()._build_lora_module(module)
+        if not isinstance(wrapped.get_base_model().lm_head, nn.Linear):
+            raise ValueError(
+                "target_modules: an adapter on lm_head is not supported; add it to exclude_modules"
+            )
+        return wrapped
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        check_no_dropout(module)
+        alone = dist.get_world_size() == 1
+        if get_device_name() == "cpu" and alone:
+            dtype = (self.engine_config.mixed_precision or {}).get("param_dtype", "bf16")
+            self._autocast_dtype = PrecisionType.to_dtype(dtype)
+            module = module.to(get_device_id())
+        else:
+            # The parent offloads a forward-only model through pinned memory, which CPUs don't have.
+            pinned = get_device_name() != "cpu" and self.engine_config.forward_only
+            with _overridden(self.engine_config, strategy="fsdp2", forward_only=pinned):
+                module = super()._build_fsdp_module(module)
+        self.lockstep = Lockstep(None if alone else dist.group.WORLD)
+        store = PromptStore(int(self.options.state_budget_gb * 2**30))
+        quiet = not self.options.progress or self.rank != 0
+        self.walk = GroupWalk(self._driven.rewrap(module), self.options, store, quiet)
+        return module
+
+    def initialize(self) -> None:
+        """Build everything, and let the rollout of this process find the module."""
+        super().initialize()
+        LIVE["ref" if self.engine_config.forward_only else "actor"] = self
+
+    # --- running a batch ------------------------------------------------------------------------
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Score or replay all rows; see the base class. Groups are captured once each.
+
+        Raises:
+            ValueError: bad input, on every rank, before any other collective.
+        """
+        with self.lockstep.agree():
+            check_settings(data)
+            groups = groups_of(data, self.model_config.hf_config.vocab_size, self.max_prompt_tokens)
+            temperatures = temperatures_of(data)
+        self._add_global_sizes(data)
+        outputs = _Outputs(data, loss_function, self.get_data_parallel_group(), forward_only)
+        run = BatchRun(
+            self.walk,
+            self.meter,
+            self.lockstep,
+            key=self._key,
+            temperature=lambda row: temperatures[row.index],
+            on_row=outputs.on_row,
+            entropy=outputs.entropy,
+            grad=not forward_only,
+            last=lambda last: (
+                nullcontext()
+                if forward_only
+                else self._gradient_sync_context(is_last_micro_batch=last)
+            ),
+        )
+        with self._autocast():
+            run.run(groups)
+        return outputs.result(self._metrics() if not forward_only else {})
+
+    def _add_global_sizes(self, data: TensorDict) -> None:
+        tokens = data["loss_mask"].values().sum().to(get_device_id())
+        dist.all_reduce(tokens, group=self.get_data_parallel_group())
+        tu.assign_non_tensor(
+            data, sp_size=1, batch_num_tokens=tokens.item(), dp_size=self.get_data_parallel_size()
+        )
+
+    def _key(self, group: Group) -> PromptKey:
+        return self._prompt_key(group.digest)
+
+    def _prompt_key(self, digest: bytes) -> PromptKey:
+        return PromptKey(digest, self.version if self._adapters else 0, self._adapters)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(get_device_name(), dtype=self._autocast_dtype)
+
+    def _metrics(self) -> dict[str, float]:
+        """What happened since the last update, the reference policy of this process included."""
+        metrics = self.meter.metrics()
+        reference = LIVE.get("ref")
+        if reference is not None:
+            metrics |= {
+                k.replace("longstraw/", "longstraw/ref_"): v
+                for k, v in reference.meter.metrics().items()
+            }
+            reference.meter = Meter()
+        self.meter = Meter()
+        return metrics
+
+    # --- rollout --------------------------------------------------------------------------------
+
+    def generate(self, prompt_ids: list[int], samplings: list[Sampling], seed: int) -> list[Sample]:
+        """Draw one response per entry of ``samplings`` to one prompt, from the module being trained.
+
+        With several ranks all must call it with the same arguments, and return the same.
+        """
+        prompt = torch.tensor(prompt_ids, dtype=torch.long)
+        with self.eval_mode(), torch.no_grad(), self._autocast():
+            return generate(
+                self.walk, prompt, self._prompt_key, samplings, seed, self.meter, self.lockstep
+            )
+
+    # --- weights change -------------------------------------------------------------------------
+
+    def optimizer_step(self) -> float:
+        """Step; prompt states of the old weights are dropped."""
+        norm: float = super().optimizer_step()
+        self._weights_changed()
+        return norm
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Load; prompt states of the old weights are dropped, the base model's too."""
+        super().load_checkpoint(*args, **kwargs)
+        self.walk.store.clear()
+        self._weights_changed()
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """Export weights; on a GPU the rollout engine now needs the memory of the prompt states."""
+        if get_device_name() != "cpu":
+            self.walk.store.clear()
+        return super().get_per_tensor_param(*args, **kwargs)
+
+    def _weights_changed(self) -> None:
+        self.version += 1
+        self.walk.store.drop_stale(self.version)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The base model: its prompt states are kept apart, and never go stale."""
+        self._adapters = False
+        try:
+            with super().disable_adapter():
+                yield
+        finally:
+            self._adapters = True
+
+
+class _Outputs:
+    """Collects what a batch returns: per-row log-probs, losses, metrics."""
+
+    def __init__(
+        self,
+        data: TensorDict,
+        loss_function: Callable[..., Any] | None,
+        dp_group: Any,
+        forward_only: bool,
+    ) -> None:
+        self.entropy = bool(tu.get_non_tensor_data(data, "calculate_entropy", default=False))
+        self._keep = forward_only or tu.get_non_tensor_data(
+            data, "return_model_output", default=False
+        )
+        self._loss_function, self._dp_group, self._forward_only = (
+            loss_function,
+            dp_group,
+            forward_only,
+        )
+        self._rows = LossRows(data, get_device_id()) if loss_function is not None else None
+        self._kept: dict[int, LogProbs] = {}
+        self._losses: dict[int, float] = {}
+        self._metrics: dict[str, Any] = {}
+
+    def on_row(self, row: Row, out: LogProbs) -> None:
+        """Loss and backward of one row. Losses of rows add up: they are normalised by global sizes."""
+        if self._keep:
+            self._kept[row.index] = LogProbs(out.log_probs.detach(), out.entropy.detach())
+        if self._loss_function is None or self._rows is None:
+            return
+        loss, metrics = self._loss_function(
+            model_output=loss_output(out, self.entropy),
+            data=self._rows[row.index],
+            dp_group=self._dp_group,
+        )
+        if not self._forward_only and loss.requires_grad:
+            loss.backward()
+        self._losses[row.index] = loss.detach().item()
+        append_to_dict(self._metrics, metrics)
+
+    def result(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """The dictionary verl expects, rows in batch order."""
+        kept = [self._kept[i] for i in sorted(self._kept)]
+        output = {}
+        if kept:
+            output["log_probs"] = jagged_outputs([k.log_probs for k in kept])
+            if self.entropy:
+                output["entropy"] = jagged_outputs([k.entropy for k in kept])
+        named = {k: Metric(AggregationType.MEAN, v) for k, v in metrics.items()}
+        losses = [self._losses[i] for i in sorted(self._losses)] or [1.0]
+        return {"model_output": output, "loss": losses, "metrics": self._metrics | named}
+
+
+def _refuse_settings(model_config: Any, engine_config: Any) -> None:
+    for name, only in _REFUSED.items():
+        value = getattr(engine_config, name, only)
+        if value != only:
+            raise ValueError(f"{name}: strategy longstraw supports {only}, got {value}")
+    if getattr(model_config, "enable_activation_offload", False):
+        raise ValueError(
+            "enable_activation_offload: not supported by strategy longstraw; set it to False"
+        )
+    if getattr(model_config, "use_fused_kernels", False):
+        raise ValueError(
+            "use_fused_kernels: strategy longstraw has its own log-prob head; set it to False"
+        )
+
+
+@contextmanager
+def _overridden(config: Any, **values: Any) -> Iterator[None]:
+    """Frozen configuration values that the parent class reads, replaced for a while."""
+    before = {name: getattr(config, name) for name in values}
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(config, name, value)
