@@ -6,11 +6,13 @@ Legend: T tokens, D hidden size, V vocabulary.
     log p(y) = z_y - logsumexp(z)
     H = logsumexp(z) - sum_v p_v z_v
 
-The logits of one chunk of tokens exist at a time, in the forward and again, recomputed, in the backward:
+The logits of one chunk of tokens exist at a time, in the forward and again, recomputed, in the
+backward:
 
     d log p(y) / dz = onehot(y) - p,        dH / dz = -p (z - logsumexp(z) + H)
 
-Several public heads fuse this down to a scalar loss; policy-gradient ratios need the values per token.
+Several public heads fuse this down to a scalar loss; policy-gradient ratios need the values per
+token.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ def logprob_head(
     tokens = hidden_TD.shape[0]
     if targets_T.shape != (tokens,) or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"hidden {tuple(hidden_TD.shape)}, weight {tuple(weight_VD.shape)}, targets {tuple(targets_T.shape)}: "
-            "expected [T, D], [V, D], [T]"
+            f"hidden {tuple(hidden_TD.shape)}, weight {tuple(weight_VD.shape)}, "
+            f"targets {tuple(targets_T.shape)}: expected [T, D], [V, D], [T]"
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: expected at least 1, got {chunk_tokens}")
@@ -105,7 +107,7 @@ class _LogProbHead(torch.autograd.Function):
         return log_probs, ent
 
     @staticmethod
-    def backward(ctx: Any, dlog_probs: Tensor, dent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dlog_probs: Tensor, dent: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, tau, lse, ent = ctx.saved_tensors
         dhidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None

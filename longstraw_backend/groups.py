@@ -18,7 +18,7 @@ __all__ = ["Group", "Row", "group_rows", "prompt_digest"]
 
 @dataclass(frozen=True)
 class Row:
-    """One response. ``index`` is its place in the batch; ``response`` its token ids, [R], R may be 0."""
+    """One response: ``index`` is its place in the batch, ``response`` its token ids, [R >= 0]."""
 
     index: int
     response: Tensor
@@ -47,7 +47,8 @@ def group_rows(
     Args:
         prompts: token ids per row, [P_i] int64 each.
         responses: token ids per row, [R_i] int64 each; may be empty.
-        uids: identifiers per row, a hint only: rows with one uid and different prompts are kept apart.
+        uids: identifiers per row, a hint only: rows with one uid and different prompts are kept
+            apart.
 
     Raises:
         ValueError: the lists differ in length, or a prompt is empty.

@@ -53,5 +53,6 @@ def tiny_model(
         and hasattr(model, "set_experts_implementation")
         and "num_experts" in values
     ):
-        model.set_experts_implementation("eager")  # the grouped kernels refuse float64
+        implementation: Any = model.set_experts_implementation
+        implementation("eager")  # the grouped kernels refuse float64
     return model

@@ -3,10 +3,10 @@
 A prompt is a stretch of Python's own documentation (`pydoc_data.topics`, which every Python ships), at least
 `min_tokens` tokens long, with a few notes planted at random places:
 
-    Note: the code of harbor is tango maple echo violin.
+    Note: harbor tango maple echo violin.
 
-The question at the end asks for the code of one of the names; the other notes are decoys. The answer is
-four words, so a response is about five tokens beside a prompt of thousands: the shape LongStraw is for.
+The question at the end asks for the note on one of the names; the other notes are decoys. The answer is the
+name and its four words, so a response is six tokens beside a prompt of thousands: the shape LongStraw is for.
 Every draw comes from a seed. The text itself differs a little between Python versions.
 """
 
@@ -50,12 +50,17 @@ def documentation() -> list[str]:
 
 def note(name: str, code: Sequence[str]) -> str:
     """Return the planted line that tells the code of a name."""
-    return f"Note: the code of {name} is {' '.join(code)}."
+    return f"Note: {name} {' '.join(code)}."
 
 
 def question(name: str) -> str:
     """Return the line that asks for the code of a name."""
-    return f"What is the code of {name}?"
+    return f"What is the note on {name}?"
+
+
+def answer(name: str, code: Sequence[str]) -> str:
+    """Return the right response to the question: the note, without its punctuation."""
+    return f"{name} {' '.join(code)}"
 
 
 def draw_codes(rng: random.Random, num_notes: int) -> dict[str, list[str]]:
@@ -85,7 +90,7 @@ def long_example(
     codes = draw_codes(rng, num_notes)
     name = rng.choice(list(codes))
     text = plant(rng, lines, codes)
-    return Example(prompt=f"{text}\n{question(name)}", answer=" ".join(codes[name]))
+    return Example(prompt=f"{text}\n{question(name)}", answer=answer(name, codes[name]))
 
 
 def examples(

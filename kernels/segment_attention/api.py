@@ -1,6 +1,7 @@
 """Attention of new tokens over resident key/value pages and, causally, over themselves.
 
-Legend: B rows, N query heads, K key/value heads, G = N / K, T new tokens, S page tokens, H head dim.
+Legend: B rows, N query heads, K key/value heads, G = N / K, T new tokens, S page tokens,
+H head dim.
 
     o = merge(attend(q, page_1), ..., attend(q, page_n), attend_causal(q, k, v))
 
@@ -51,7 +52,8 @@ def segment_attention(
         pages: resident tokens before the new ones, in order. A page of batch 1 is shared by all
             rows; a page of batch B belongs to them row by row.
         scale: factor on the scores.
-        impl: ``reference``, ``cpu``, ``flash`` or ``cudnn``; by default what the device and dtype allow.
+        impl: ``reference``, ``cpu``, ``flash`` or ``cudnn``; by default what the device and dtype
+            allow.
 
     Returns:
         [B, N, T, H] in the dtype of q. Differentiable in q, k and v. Pages were captured without
@@ -71,7 +73,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
     rows, heads, tokens, dim = q.shape
     if k.shape != v.shape or k.shape[0] != rows or tuple(k.shape[2:]) != (tokens, dim):
         raise ValueError(
-            f"k, v: expected [{rows}, K, {tokens}, {dim}] to go with q, got {tuple(k.shape)} and {tuple(v.shape)}"
+            f"k, v: expected [{rows}, K, {tokens}, {dim}] to go with q, "
+            f"got {tuple(k.shape)} and {tuple(v.shape)}"
         )
     if heads % k.shape[1]:
         raise ValueError(f"q: {heads} query heads are no multiple of {k.shape[1]} key/value heads")
@@ -88,13 +91,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
             )
         if pk.dtype != q.dtype or pk.device != q.device:
             raise ValueError(
-                f"pages[{i}]: captured as {pk.dtype} on {pk.device}, queries are {q.dtype} on {q.device}; "
-                "capture and replay must use the same dtype and device"
+                f"pages[{i}]: captured as {pk.dtype} on {pk.device}, queries are {q.dtype} on "
+                f"{q.device}; capture and replay must use the same dtype and device"
             )
 
 
 def _fold(x_BNTH: Tensor, kv_heads: int, shared: bool) -> Tensor:
-    """Queries of one key/value head side by side: [B, K, G*T, H], or [1, K, B*G*T, H] for a shared page."""
+    """Queries of one key/value head side by side: [B, K, G*T, H]; [1, K, B*G*T, H] if shared."""
     rows, heads, tokens, dim = x_BNTH.shape
     x = x_BNTH.reshape(rows, kv_heads, heads // kv_heads * tokens, dim)
     if not shared or rows == 1:
@@ -150,7 +153,7 @@ class _SegmentAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *flat = ctx.saved_tensors
         heads, kv_heads = q.shape[1], k.shape[1]
         partial: Partial = ctx.partial
@@ -160,9 +163,9 @@ class _SegmentAttention(torch.autograd.Function):
         dq = dq.to(lse.dtype)
         for pk, pv in _pairs(flat):
             shared = pk.shape[0] == 1
-            folded = [_fold(x, kv_heads, shared) for x in (dout, q)]
-            args = [_fold(out, kv_heads, shared), _fold(lse[..., None], kv_heads, shared)[..., 0]]
-            dq += _unfold(partial.backward_q(*folded, pk, pv, *args, ctx.scale), q)
+            dout_, q_, out_ = (_fold(x, kv_heads, shared) for x in (dout, q, out))
+            lse_ = _fold(lse[..., None], kv_heads, shared)[..., 0]
+            dq += _unfold(partial.backward_q(dout_, q_, pk, pv, out_, lse_, ctx.scale), q)
         shape = (*k.shape[:2], heads // kv_heads, *k.shape[2:])
         dk, dv = dk.reshape(shape).sum(2), dv.reshape(shape).sum(2)
         return (dq.to(q.dtype), dk, dv, None, None, *([None] * len(flat)))

@@ -20,7 +20,7 @@ IMPLS: tuple[str, ...] = get_args(Impl)
 
 
 class Partial(Protocol):
-    """Attention of q over one piece of keys. All tensors [B, heads, tokens, H], lse [B, heads, tokens].
+    """Attention of q over one piece of keys: all [B, heads, tokens, H], lse [B, heads, tokens].
 
     ``causal`` pieces have as many keys as queries and as many key heads as query heads;
     the others may have fewer key heads only if the queries were folded accordingly.

@@ -1,10 +1,10 @@
 """Drive a stock causal language model over segments.
 
 Four seams of the stock module are used: its attention function (registered as ``longstraw``, with
-no mask function, so that no [S, T] mask is built), the forward of the causal-LM class (which takes a
-walk instead of a cache), the forward of the output embedding (so that the log-prob head runs where
-FSDP has the weight gathered), and the forward of each decoder layer (activation checkpointing that
-keeps the walk, which Hugging Face's own drops).
+no mask function, so that no [S, T] mask is built), the forward of the causal-LM class (which takes
+a walk instead of a cache), the forward of the output embedding (so that the log-prob head runs
+where FSDP has the weight gathered), and the forward of each decoder layer (activation checkpointing
+that keeps the walk, which Hugging Face's own drops).
 What a call needs to know travels as the keyword ``longstraw``; nothing is hung on a global.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["ATTENTION", "DrivenModel", "Walk", "drive"]
 
 ATTENTION = "longstraw"
 Head = Callable[[Tensor, Tensor, Callable[..., Tensor]], tuple[Tensor, ...]]
-"""From hidden states [B, T, D], the output embedding [V, D] and its stock forward to tensors wanted."""
+"""From hidden states [B, T, D], output embedding [V, D] and its stock forward to what is wanted."""
 
 
 @dataclass(frozen=True)
@@ -52,41 +52,43 @@ class Walk:
 
 @dataclass(frozen=True)
 class DrivenModel:
-    """A causal LM that :func:`drive` prepared. ``module`` is the outermost wrapper: call that one."""
+    """A causal LM that :func:`drive` prepared.
+
+    Attributes:
+        module: the outermost wrapper (peft, FSDP): the one to call.
+        num_layers: decoder layers.
+        device: where it computes, which need not be where its parameters rest.
+    """
 
     module: nn.Module
     num_layers: int
-
-    def rewrap(self, module: nn.Module) -> DrivenModel:
-        """The same model under another outermost wrapper (peft, FSDP)."""
-        return DrivenModel(module, self.num_layers)
+    device: torch.device
 
     def segment(self, capacity: int, page_tokens: int) -> Segment:
         """An empty root segment."""
         return Segment(self.num_layers, capacity, page_tokens)
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
 
 def drive(model: nn.Module) -> DrivenModel:
-    """Prepare a stock ``...ForCausalLM`` for walks. Wrap it with peft and FSDP afterwards.
+    """Prepare a stock ``...ForCausalLM`` for walks. Wrap it with peft and FSDP afterwards, and
+    :func:`dataclasses.replace` the module with the wrapper and, if it moved, the device.
 
     Calls without a walk raise ValueError: the attention function can't serve them.
 
     Raises:
         ValueError: the family or one of its options is not supported.
     """
-    check_supported(model.config)
-    if getattr(model.lm_head, "bias", None) is not None:
+    stock: Any = model
+    check_supported(stock.config)
+    if getattr(stock.lm_head, "bias", None) is not None:
         raise ValueError("lm_head: an output embedding with a bias is not supported")
-    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
-    model.forward = partial(_causal_lm_forward, model)  # type: ignore[method-assign]
-    model.lm_head.forward = partial(_lm_head_forward, model.lm_head, model.lm_head.forward)  # type: ignore
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        layer.forward = partial(_layer_forward, layer.forward)  # type: ignore[union-attr]
-    return DrivenModel(model, model.config.num_hidden_layers)
+    stock.set_attn_implementation(ATTENTION)
+    stock.forward = partial(_causal_lm_forward, model)
+    stock.lm_head.forward = partial(_lm_head_forward, stock.lm_head, stock.lm_head.forward)
+    for layer in stock.model.layers:
+        layer.forward = partial(_layer_forward, layer.forward)
+    device = next(model.parameters()).device
+    return DrivenModel(model, stock.config.num_hidden_layers, device)
 
 
 def _causal_lm_forward(
@@ -133,7 +135,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if longstraw is None or attention_mask is not None:
         raise ValueError(
-            "attention 'longstraw': expected a walk and no mask; call longstraw_backend.walk.advance"
+            "attention 'longstraw': expected a walk and no mask; "
+            "call longstraw_backend.walk.advance"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = _common_dtype(query, key, value)

@@ -29,18 +29,18 @@ def check_supported(config: Any) -> None:
         raise ValueError(f"layer_types: only full_attention is supported for {kind}, got {found}")
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(
-            f"attention_dropout: {config.attention_dropout} is not supported, scoring and replay could not agree; "
-            "set it to 0"
+            f"attention_dropout: {config.attention_dropout} is not supported, scoring and replay "
+            "could not agree; set it to 0"
         )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "output_router_logits: the router's auxiliary loss needs logits of prompt tokens, which are not "
-            "kept; set it to False"
+            "output_router_logits: the router's auxiliary loss needs logits of prompt tokens, "
+            "which are not kept; set it to False"
         )
 
 
 def check_no_dropout(module: nn.Module) -> None:
-    """Raise ValueError for a dropout layer (an adapter's, say): scoring and replay could not agree."""
+    """Raise ValueError for a dropout layer (an adapter's, say): scores and replays would differ."""
     for name, child in module.named_modules():
         if isinstance(child, nn.Dropout) and child.p > 0:
             raise ValueError(

@@ -7,9 +7,8 @@ that finds bad input must not raise alone for the same reason: all raise, with i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ class Lockstep:
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
 
     def most(self, counts: Sequence[int]) -> list[int]:
-        """Element-wise maximum over ranks of lists that may differ in length (missing counts as 0)."""
+        """Element-wise maximum over ranks of lists that may differ in length (missing: 0)."""
         if self.group is None:
             return list(counts)
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size(self.group))]

@@ -21,8 +21,8 @@ __all__ = ["Segment"]
 class Segment:
     """State of the tokens at absolute positions [start, stop) of a path.
 
-    Owned by whoever created it, on one rank; lives until dropped by its owner. ``length`` tokens are
-    visible; ``capacity`` is fixed at creation and is what memory is allocated for.
+    Owned by whoever created it, on one rank; lives until dropped by its owner. ``length`` tokens
+    are visible; ``capacity`` is fixed at creation and is what memory is allocated for.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Segment:
         """Lay new keys and values after the visible tokens; :meth:`commit` makes them visible."""
         if self._holds:
             raise ValueError(
-                f"segment [{self.start}, {self.stop}): it is immutable while {self._holds} branch or replay "
-                "stands on it; write to a branch instead"
+                f"segment [{self.start}, {self.stop}): it is immutable while {self._holds} branch "
+                "or replay stands on it; write to a branch instead"
             )
         self._layers[layer].write(self.length, k, v)
 

@@ -28,8 +28,8 @@ def advance(
         replay                         grad=True,  commit=False
 
     Args:
-        tokens_BT: token ids after ``segment``, [B, T] int64; B > 1 only where the rows share all state
-            or each page has B rows.
+        tokens_BT: token ids after ``segment``, [B, T] int64; B > 1 only where the rows share all
+            state or each page has B rows.
         segment: state of all earlier tokens; extended by T tokens if ``commit``.
         head: what to return, from the last hidden states; None for a capture.
 

@@ -23,11 +23,13 @@ from .meter import Meter
 __all__ = ["BatchRun", "captured_in_lockstep"]
 
 
-def _idle(model: DrivenModel, *, grad: bool) -> None:
-    """A pass that changes nothing, for a rank that others wait for."""
+def _idle(model: DrivenModel, *, head: bool, grad: bool = False) -> None:
+    """A pass that changes nothing, for a rank that others wait for: it must gather what they gather,
+    the output embedding too if they use the head."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    head = log_probs_head(token[0], 1.0, entropy=False, chunk_tokens=1) if grad else None
-    out = advance(model, token, model.segment(0, 1), grad=grad, commit=False, head=head)
+    log_probs = log_probs_head(token[0], 1.0, entropy=False, chunk_tokens=1) if head else None
+    empty = model.segment(0, 1)
+    out = advance(model, token, empty, grad=grad, commit=False, head=log_probs)
     if grad:
         (out[0].sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
@@ -44,7 +46,7 @@ def captured_in_lockstep(
         walk.captured(group.prompt, key, meter) if group is not None and key is not None else None
     )
     for _ in range(most - own):
-        _idle(walk.model, grad=False)
+        _idle(walk.model, head=False)
     return segment
 
 
@@ -99,18 +101,16 @@ class BatchRun:
 
     def _pass(self, group: Group | None, segment: Segment | None, row: Row | None) -> None:
         if group is None or segment is None or row is None:
-            _idle(self.walk.model, grad=self.grad)
+            _idle(self.walk.model, head=True, grad=self.grad)
             return
-        options = dict(temperature=self.temperature(row), entropy=self.entropy)
+        args = segment, group.prompt, row.response, self.meter
+        temperature = self.temperature(row)
         if self.grad:
-            with self.walk.replayed(
-                segment, group.prompt, row.response, self.meter, **options
-            ) as out:  # type: ignore[arg-type]
+            with self.walk.replayed(*args, temperature=temperature, entropy=self.entropy) as out:
                 self.on_row(row, out)
         else:
-            self.on_row(
-                row, self.walk.scored(segment, group.prompt, row.response, self.meter, **options)
-            )  # type: ignore[arg-type]
+            out = self.walk.scored(*args, temperature=temperature, entropy=self.entropy)
+            self.on_row(row, out)
 
 
 def _no_log_probs(device: torch.device) -> LogProbs:

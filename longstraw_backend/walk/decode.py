@@ -54,7 +54,7 @@ class Sampling:
 
 @dataclass
 class Sample:
-    """A response and the log-prob of each token under the distribution it was drawn from, in nats."""
+    """A response and each token's log-prob under the distribution it was drawn from, in nats."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

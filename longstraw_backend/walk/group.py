@@ -121,7 +121,7 @@ def replay(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> LogProbs:
-    """The same under autograd: the graph holds this response alone. Run backward before the next."""
+    """The same under autograd: the graph holds this response alone. Run backward before another."""
     return _respond(
         model,
         segment,

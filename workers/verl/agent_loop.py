@@ -50,16 +50,28 @@ def check_prompt_fits(num_tokens: int, max_prompt_length: int) -> None:
 class LongStrawAgentLoop(SingleTurnAgentLoop):
     """verl's single-turn loop with shared prompt tokens and no silent truncation."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._tokenised: _Tokenised | None = None
+        self._unusable: ValueError | None = None
+        try:
+            super().__init__(*args, **kwargs)
+        except ValueError as error:  # e.g. a tokenizer that lacks the model family's tokens
+            self._unusable = error
+
     async def run(
         self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any
     ) -> AgentLoopOutput:
         """One response; a request that can never be served is reported to the trainer."""
         self._uid = kwargs.get("uid")
         try:
+            if self._unusable is not None:
+                raise self._unusable
             return await super().run(sampling_params, priority=priority, **kwargs)
         except ValueError as error:
             await report_failure(f"{self._uid}_{kwargs.get('session_id', 0)}", error)
             raise
+        finally:
+            self._tokenised = None
 
     async def ct_build_initial_tokens(
         self, messages: list[dict[str, Any]], *args: Any, **kwargs: Any

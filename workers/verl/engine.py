@@ -103,7 +103,8 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         self.lockstep = Lockstep(None if alone else dist.group.WORLD)
         store = PromptStore(int(self.options.state_budget_gb * 2**30))
         quiet = not self.options.progress or self.rank != 0
-        self.walk = GroupWalk(self._driven.rewrap(module), self.options, store, quiet)
+        driven = replace(self._driven, module=module, device=_compute_device())
+        self.walk = GroupWalk(driven, self.options, store, quiet)
         return module
 
     def initialize(self) -> None:
@@ -276,6 +277,12 @@ class _Outputs:
         named = {k: Metric(AggregationType.MEAN, v) for k, v in metrics.items()}
         losses = [self._losses[i] for i in sorted(self._losses)] or [1.0]
         return {"model_output": output, "loss": losses, "metrics": self._metrics | named}
+
+
+def _compute_device() -> torch.device:
+    """Where forwards run; parameters may rest on the CPU (offload) between and during calls."""
+    name = get_device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
 
 
 def _refuse_settings(model_config: Any, engine_config: Any) -> None:

@@ -32,10 +32,11 @@ else:
 
 TRAINER = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"]
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SPECIALS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+PAD, END = "<|pad|>", "<|im_end|>"  # the latter is what verl's Qwen3 tokenisation ends a turn with
+SPECIALS = [PAD, END, "<|im_start|>"]
 VOCABULARY = 311
 REWARD = '''
 GOOD = set("abcdefghijklm")
@@ -113,9 +114,7 @@ def train_tokenizer(directory: Path) -> None:
     )
     words = "the note of harbor says that every question about the castle has one answer here"
     tokenizer.train_from_iterator([words] * 50, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
     assert len(fast) == VOCABULARY
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
@@ -135,8 +134,8 @@ def save_model(directory: Path) -> None:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=4096,
-        eos_token_id=SPECIALS.index("<|end|>"),
-        pad_token_id=0,
+        eos_token_id=SPECIALS.index(END),
+        pad_token_id=SPECIALS.index(PAD),
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
 

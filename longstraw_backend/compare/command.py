@@ -1,0 +1,90 @@
+"""The command line of ``longstraw compare``. Imports torch only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+from .settings import Against, Device, Dtype, Settings
+
+__all__ = ["add_parser", "run"]
+
+_DEFAULTS = Settings()
+_DESCRIPTION = """\
+Run one batch of groups through capture, score and replay, and through ordinary training of the same
+model, and report how far they are apart, how long each took and how much memory each needed.
+
+Exit code 0: within the bars (float64 1e-9, float32 1e-5 for log-probs and for the gradient;
+bfloat16 twice the ordinary trainer's own error against float32; score and replay bitwise equal).
+1: not within them. 2: bad arguments.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command ``compare``."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="compare one batch with ordinary training of the same model",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--family", help="tiny random model: llama, qwen2, qwen3 (default) or qwen3_moe"
+    )
+    which.add_argument("--model", metavar="PATH", help="a causal LM to load")
+    _add_counts(parser)
+    parser.add_argument("--dtype", choices=get_args(Dtype), default=_DEFAULTS.dtype)
+    parser.add_argument("--device", choices=get_args(Device), default=_DEFAULTS.device)
+    parser.add_argument("--temperature", type=float, default=_DEFAULTS.temperature)
+    parser.add_argument(
+        "--against",
+        choices=get_args(Against),
+        default=_DEFAULTS.against,
+        help="detached: the gradient that response_only claims to be (default); full: through the "
+        "prompt as well; verl-fsdp2: verl's own trainer, also through the prompt",
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers to FILE")
+
+
+def _add_counts(parser: argparse.ArgumentParser) -> None:
+    counts = {
+        "prompt": "tokens of each prompt",
+        "response": "tokens of the longest response of a group; the shortest has one",
+        "group": "responses per prompt",
+        "prompts": "number of groups",
+        "chunk": "prompt tokens per capture chunk",
+        "seed": "of the model, the tokens and the loss weights",
+        "lora": "rank of LoRA adapters with non-zero B; 0 trains all parameters",
+    }
+    for name, text in counts.items():
+        default = getattr(_DEFAULTS, name)
+        parser.add_argument(
+            f"--{name}", type=int, metavar="N", default=default, help=f"{text} ({default})"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare and report; returns the exit code, 0 or 1.
+
+    Raises:
+        ValueError: an argument is bad; the text names it.
+    """
+    values = {f.name: getattr(args, f.name) for f in fields(Settings)}
+    if args.family is None and args.model is None:
+        values["family"] = _DEFAULTS.family
+    settings = Settings(**values)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(
+            f"--json: expected a file in an existing folder, got {args.json}; create it first"
+        )
+    from .comparison import compare
+    from .report import print_report, write_report
+
+    comparison = compare(settings)
+    print_report(comparison)
+    if args.json is not None:
+        write_report(comparison, args.json)
+    return 0 if comparison.within_bars else 1

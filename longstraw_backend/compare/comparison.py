@@ -1,0 +1,168 @@
+"""Run both sides and put their numbers side by side."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+import longstraw_backend
+from longstraw_backend.config import LongStrawConfig
+from longstraw_backend.groups import Group
+from longstraw_backend.oracle import Mode, Objective, Outcome, ordinary_training
+from longstraw_backend.walk import Meter
+
+from .distances import Distance, bitwise_equal, distance
+from .inputs import add_adapters, base_model, batch
+from .settings import BARS, Settings
+from .sides import Measured, driven, measured, ordinary, replay_batch, score_batch, walk_of
+
+__all__ = ["Comparison", "compare"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured.
+
+    Attributes:
+        apart: our outcome from the reference's.
+        score_replay_bitwise: log-probs and entropies of score and of replay are the same bits.
+        seconds: of capture and replay, and of ordinary training; scoring is in neither.
+        peak_bytes: tensor bytes at the peak above what was allocated before, per side.
+        phases: our seconds of capture and of replay.
+        float32_error: per side, its distance from the same training in float32; bfloat16 only.
+    """
+
+    settings: Settings
+    apart: Distance
+    score_replay_bitwise: bool
+    seconds: dict[str, float]
+    peak_bytes: dict[str, int]
+    phases: dict[str, float]
+    float32_error: dict[str, Distance] | None
+
+    @property
+    def bars(self) -> dict[str, float]:
+        """Largest allowed value by number; the gradient's only if both sides mean the same one."""
+        names = ["logprob_max_abs", *(["grad_rel_l2"] if self.settings.gradient_is_ours else [])]
+        if self.float32_error is None:
+            return dict.fromkeys(names, BARS[self.settings.dtype])
+        stock = asdict(self.float32_error["reference"])
+        return {f"float32_error.{_BF16[name]}": 2 * stock[_BF16[name]] for name in names}
+
+    @property
+    def within_bars(self) -> bool:
+        """Whether everything that has a bar is under it."""
+        numbers = asdict(self.apart)
+        if self.float32_error is not None:
+            ours = asdict(self.float32_error["longstraw"])
+            numbers = {f"float32_error.{name}": value for name, value in ours.items()}
+        return self.score_replay_bitwise and all(numbers[k] <= v for k, v in self.bars.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers, with settings and versions."""
+        errors = {k: asdict(v) for k, v in (self.float32_error or {}).items()}
+        return asdict(self.apart) | {
+            "score_replay_bitwise": self.score_replay_bitwise,
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "phases": self.phases,
+            "float32_error": errors or None,
+            "bars": self.bars,
+            "within_bars": self.within_bars,
+            "settings": asdict(self.settings),
+            "versions": _versions(),
+        }
+
+
+_BF16 = {"logprob_max_abs": "logprob_rms", "grad_rel_l2": "grad_rel_l2"}
+"""What is judged in bfloat16: the largest of a few hundred rounding errors is a matter of luck."""
+
+
+def compare(settings: Settings) -> Comparison:
+    """Run the ordinary side, then ours, on one model and one batch.
+
+    Raises:
+        ValueError: the model, the device or a package that the settings ask for is not there.
+    """
+    model = base_model(settings)
+    if settings.lora:
+        model = add_adapters(model, settings.lora, settings.seed)
+    config: Any = model.config
+    groups, objective = batch(settings, config.vocab_size)
+    truth = _float32_truth(settings, model, groups, objective)
+    theirs = _reference(settings, model, groups, objective)
+    ours, phases, bitwise = _longstraw(settings, model, groups, objective)
+    errors = None
+    if truth is not None:
+        both = {"longstraw": ours.result, "reference": theirs.result}
+        errors = {side: distance(outcome, truth) for side, outcome in both.items()}
+    return Comparison(
+        settings,
+        distance(ours.result, theirs.result),
+        bitwise,
+        {"longstraw": ours.seconds, "reference": theirs.seconds},
+        {"longstraw": ours.peak_bytes, "reference": theirs.peak_bytes},
+        phases,
+        errors,
+    )
+
+
+def _mode(settings: Settings) -> Mode:
+    return "detached" if settings.against == "detached" else "full"
+
+
+def _float32_truth(
+    settings: Settings, model: nn.Module, groups: list[Group], objective: Objective
+) -> Outcome | None:
+    if settings.dtype != "bfloat16":
+        return None
+    return ordinary_training(copy.deepcopy(model).float(), groups, objective, mode=_mode(settings))
+
+
+def _reference(
+    settings: Settings, model: nn.Module, groups: list[Group], objective: Objective
+) -> Measured[Outcome]:
+    if settings.against == "verl-fsdp2":
+        from .verl_fsdp2 import verl_training
+
+        return verl_training(settings, model, groups, objective)
+    return ordinary(model, groups, objective, _mode(settings))
+
+
+def _longstraw(
+    settings: Settings, model: nn.Module, groups: list[Group], objective: Objective
+) -> tuple[Measured[Outcome], dict[str, float], bool]:
+    config = LongStrawConfig(chunk_tokens=settings.chunk, progress=False)
+    walk = walk_of(driven(model), config)
+    meter = Meter()
+
+    def work() -> Outcome:
+        model.zero_grad(set_to_none=True)
+        walk.store.clear()
+        meter.seconds.clear()
+        return replay_batch(walk, groups, objective, meter)
+
+    ours = measured(work, walk.model.device)
+    scored = score_batch(walk, groups, objective)
+    return ours, dict(meter.seconds), bitwise_equal(scored, ours.result.rows)
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "longstraw_backend": longstraw_backend.__version__,
+        "python": platform.python_version(),
+    }
+    for package in ("torch", "transformers", "peft", "verl"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+    return found

@@ -1,0 +1,100 @@
+"""The model and the batch that both sides get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from longstraw_backend.groups import Group, group_rows
+from longstraw_backend.models import check_supported
+from longstraw_backend.oracle import Objective
+from longstraw_backend.tiny import tiny_model
+
+from .settings import Settings
+
+__all__ = ["add_adapters", "base_model", "batch", "response_lengths"]
+
+ENTROPY_COEFF = 0.01
+_INIT = 0.1  # the usual 0.02 makes attention of a tiny model uniform, which hides errors
+
+
+def base_model(settings: Settings) -> nn.Module:
+    """A stock model on the device, in eval mode, without adapters.
+
+    Raises:
+        ValueError: the device is missing, or the model can't be loaded or is not supported.
+    """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: torch finds no CUDA device; use --device cpu")
+    dtype = getattr(torch, settings.dtype)
+    if settings.family is not None:
+        model: Any = tiny_model(
+            settings.family, dtype=dtype, seed=settings.seed, initializer_range=_INIT
+        )
+    else:
+        model = _loaded(str(settings.model), dtype)
+    check_supported(model.config)
+    return model.to(settings.device).eval()  # type: ignore[no-any-return]
+
+
+def _loaded(path: str, dtype: torch.dtype) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    except OSError as error:
+        hint = "" if Path(path).is_dir() else "; there is no such folder"
+        raise ValueError(f"--model: can't load {path!r}{hint}: {error}") from error
+    if dtype == torch.float64 and getattr(model.config, "num_experts", None):
+        model.set_experts_implementation("eager")  # the grouped kernels refuse float64
+    return model
+
+
+def add_adapters(model: nn.Module, rank: int, seed: int) -> nn.Module:
+    """LoRA on all linear layers but the output embedding; B is random, zero hides A's gradient.
+
+    Raises:
+        ValueError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("--lora: needs peft; pip install peft") from error
+    options = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
+    wrapped: nn.Module = get_peft_model(model, options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():
+            if "lora_" in name:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    return wrapped.eval()
+
+
+def response_lengths(longest: int, group: int) -> list[int]:
+    """Ragged lengths from ``longest`` down to one token, evenly spread."""
+    return [longest - (longest - 1) * i // max(1, group - 1) for i in range(group)]
+
+
+def batch(settings: Settings, vocab_size: int) -> tuple[list[Group], Objective]:
+    """Groups whose rows lie mixed in the batch, and a loss with one advantage per row.
+
+    Token ids, advantages and the jitter on them come from ``settings.seed``.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+
+    def tokens(count: int) -> Tensor:
+        return torch.randint(0, vocab_size, (count,), generator=generator)
+
+    prompts = [tokens(settings.prompt) for _ in range(settings.prompts)]
+    lengths = response_lengths(settings.response, settings.group)
+    responses = [tokens(length) for length in lengths for _ in prompts]
+    total = sum(r.numel() for r in responses)
+    advantages = torch.randn(len(responses), generator=generator) / total
+    weights = [
+        advantage * (1 + torch.rand(r.numel(), generator=generator))
+        for r, advantage in zip(responses, advantages, strict=True)
+    ]
+    groups = group_rows(prompts * len(lengths), responses)
+    return groups, Objective(weights, [settings.temperature] * len(responses), ENTROPY_COEFF)

@@ -1,0 +1,84 @@
+"""What is compared, and the bars it must meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["BARS", "Against", "Settings"]
+
+Against = Literal["detached", "full", "verl-fsdp2"]
+Dtype = Literal["float32", "float64", "bfloat16"]
+Device = Literal["cpu", "cuda"]
+
+BARS = {"float64": 1e-9, "float32": 1e-5}
+"""Largest error of a log-prob (nats) and of the gradient (relative L2).
+
+bfloat16 has no such bar: both sides are measured against float32, and ours may be off by twice the
+error of the ordinary trainer.
+"""
+
+_COUNTS = {"prompt": 1, "response": 1, "group": 1, "prompts": 1, "chunk": 1, "seed": 0, "lora": 0}
+_CHOICES = {"against": Against, "dtype": Dtype, "device": Device}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One comparison. Exactly one of ``family`` and ``model`` is given.
+
+    Attributes:
+        family: a tiny random model of this Hugging Face ``model_type``.
+        model: path or name of a causal LM.
+        prompt: tokens of each prompt.
+        response: tokens of the longest response of a group; the shortest has one.
+        group: responses per prompt.
+        prompts: groups.
+        chunk: prompt tokens per capture chunk.
+        lora: rank of adapters with random, non-zero B; 0 trains all parameters.
+        against: which ordinary training.
+    """
+
+    family: str | None = "qwen3"
+    model: str | None = None
+    prompt: int = 256
+    response: int = 32
+    group: int = 4
+    prompts: int = 2
+    chunk: int = 4096
+    dtype: Dtype = "float32"
+    device: Device = "cpu"
+    seed: int = 0
+    temperature: float = 1.0
+    lora: int = 0
+    against: Against = "detached"
+
+    def __post_init__(self) -> None:
+        if (self.family is None) == (self.model is None):
+            raise ValueError(
+                f"--family, --model: expected one of them, got {self.family!r} and {self.model!r}"
+            )
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"--{name}: expected an integer of at least {least}, got {value}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in get_args(choices):
+                raise ValueError(
+                    f"--{name}: expected one of {', '.join(get_args(choices))}, got {value!r}"
+                )
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(
+                f"--temperature: expected a positive number, got {self.temperature}; "
+                "greedy decoding has no gradient"
+            )
+        if self.against == "verl-fsdp2" and self.dtype != "float32":
+            raise ValueError(
+                f"--dtype: --against verl-fsdp2 loads the model in float32, got {self.dtype}; use "
+                "--dtype float32"
+            )
+
+    @property
+    def gradient_is_ours(self) -> bool:
+        """Whether the other side's gradient is the one we claim to compute."""
+        return self.against == "detached"

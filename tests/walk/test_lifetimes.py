@@ -1,0 +1,134 @@
+"""What stays alive, and what never changes: the graph's size and the prompt state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstraw_backend.compare.sides import replay_batch
+from longstraw_backend.groups import Row
+from longstraw_backend.kernels.logprob_head import LogProbs
+from longstraw_backend.parallel import Lockstep
+from longstraw_backend.state import PromptKey, Segment
+from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sampling, decode, replay
+from tests.walk.cases import model, one_group, tokens, walk
+
+LAYERS = 3
+
+
+def _pages(segment: Segment) -> list[Tensor]:
+    return [t for layer in range(LAYERS) for page in segment.resident(layer) for t in page]
+
+
+def _captured(one: GroupWalk, prompt: Tensor) -> Segment:
+    return one.captured(prompt, PromptKey(b"", 0), Meter())
+
+
+class _Saved:
+    """Bytes saved for a backward, by distinct storage, without weights and resident pages."""
+
+    def __init__(self, one: GroupWalk) -> None:
+        self._one = one
+        self._live: dict[int, int] = {}
+
+    def __enter__(self) -> _Saved:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)  # type: ignore[arg-type]
+
+    def _pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        self._live[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    def bytes(self) -> int:
+        kept = [p for p in self._one.model.module.parameters()]
+        kept += [t for s in self._one.store._states.values() for t in _pages(s)]
+        known = {t.untyped_storage().data_ptr() for t in kept}
+        return sum(size for place, size in self._live.items() if place not in known)
+
+
+def _bytes_saved(prompt: int, lengths: list[int]) -> int:
+    """Most bytes saved by one row's graph."""
+    one = walk(model(), chunk_tokens=64, page_tokens=64)
+    groups, objective = one_group(prompt, lengths)
+    most = [0]
+
+    def on_row(row: Row, out: LogProbs) -> None:
+        most[0] = max(most[0], saved.bytes())
+        objective.loss(row, out).backward()
+        saved._live.clear()
+
+    run = BatchRun(
+        one,
+        Meter(),
+        Lockstep(),
+        key=lambda group: PromptKey(group.digest, 0),
+        temperature=lambda _: 1.0,
+        on_row=on_row,
+        entropy=True,
+    )
+    with _Saved(one) as saved:
+        run.run(groups)
+    return most[0]
+
+
+def test_saved_bytes_do_not_grow_with_the_prompt() -> None:
+    assert _bytes_saved(20, [8]) == _bytes_saved(600, [8]) > 0
+
+
+def test_saved_bytes_do_not_grow_with_the_group() -> None:
+    assert _bytes_saved(50, [8, 8]) == _bytes_saved(50, [8] * 8)
+
+
+def test_saved_bytes_grow_with_the_response() -> None:
+    assert _bytes_saved(50, [64]) > 4 * _bytes_saved(50, [8])
+
+
+def test_capture_leaves_no_graph() -> None:
+    segment = _captured(walk(model()), tokens(40, 1))
+    assert segment.length == 39
+    assert not any(t.requires_grad for t in _pages(segment))
+
+
+def test_replay_and_backward_leave_the_state_as_it_was() -> None:
+    one = walk(model())
+    groups, objective = one_group(40, [9, 1, 3])
+    replay_batch(one, groups, objective)
+    (segment,) = one.store._states.values()
+    before = [t.clone() for t in _pages(segment)]
+    replay_batch(one, groups, objective)
+    assert (segment.length, segment.stop) == (39, 39)
+    assert all(torch.equal(a, b) for a, b in zip(_pages(segment), before, strict=True))
+
+
+def test_decode_leaves_the_state_as_it_was() -> None:
+    one = walk(model())
+    prompt = tokens(40, 1)
+    segment = _captured(one, prompt)
+    before, size = [t.clone() for t in _pages(segment)], segment.nbytes
+    samplings = [Sampling(max_new_tokens=n) for n in (5, 12)]
+    generator = torch.Generator().manual_seed(0)
+    decode(one.model, segment, prompt, samplings, generator=generator, lockstep=Lockstep())
+    assert (segment.length, segment.nbytes) == (39, size)
+    assert all(torch.equal(a, b) for a, b in zip(_pages(segment), before, strict=True))
+
+
+def test_a_failed_row_leaves_the_state_usable() -> None:
+    one = walk(model())
+    groups, objective = one_group(40, [9])
+    group, row = groups[0], groups[0].rows[0]
+    segment = one.captured(group.prompt, PromptKey(group.digest, 0), Meter())
+    with pytest.raises(RuntimeError, match="loss"):
+        with one.replayed(
+            segment, group.prompt, row.response, Meter(), temperature=1.0, entropy=False
+        ):
+            raise RuntimeError("loss function failed")
+    one.model.module.zero_grad(set_to_none=True)
+    first = replay(one.model, segment, group.prompt, row.response, one.config)
+    again = replay_batch(one, groups, objective)
+    assert torch.equal(first.log_probs, again.rows[0].log_probs)

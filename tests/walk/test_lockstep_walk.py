@@ -1,0 +1,124 @@
+"""Two ranks with different work under FSDP2: no hang, and the gradients of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from longstraw_backend.compare.distances import gradient_rel_l2
+from longstraw_backend.compare.sides import driven, walk_of
+from longstraw_backend.config import LongStrawConfig
+from longstraw_backend.groups import Group, Row
+from longstraw_backend.kernels.logprob_head import LogProbs
+from longstraw_backend.oracle import Objective, gradients_of
+from longstraw_backend.parallel import Lockstep
+from longstraw_backend.state import PromptKey
+from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sampling, generate
+from tests.ranks import run_ranks
+from tests.walk.cases import batch, model, theirs, tokens
+
+WORLD = 2
+ROWS = [(40, 6), (23, 1), (40, 1), (23, 5), (40, 0), (9, 3), (9, 2), (40, 4)]
+SHARES = {"uneven": [[0], [1, 2]], "one has none": [[], [0, 1, 2]], "all on one": [[0, 1, 2], []]}
+"""Groups of each rank, by their place in the batch: 40, 23 and 9 prompt tokens."""
+
+
+def _sharded(stock: Any) -> nn.Module:
+    for part in (*stock.model.layers, stock.model.embed_tokens, stock.lm_head):
+        fully_shard(part)
+    return fully_shard(stock)
+
+
+def _walk(config: LongStrawConfig) -> GroupWalk:
+    one = walk_of(driven(model()), config)
+    _sharded(one.model.module)
+    return one
+
+
+def _run(one: GroupWalk, groups: list[Group], objective: Objective, grad: bool) -> dict[int, Any]:
+    rows: dict[int, Any] = {}
+
+    def on_row(row: Row, out: LogProbs) -> None:
+        rows[row.index] = out.log_probs.detach()
+        loss = objective.loss(row, out) * WORLD  # FSDP averages over ranks, the batch is a sum
+        if loss.requires_grad:
+            loss.backward()
+
+    run = BatchRun(
+        one,
+        Meter(),
+        Lockstep(dist.group.WORLD),
+        key=lambda group: PromptKey(group.digest, 0),
+        temperature=lambda row: objective.temperatures[row.index],
+        on_row=on_row,
+        entropy=True,
+        grad=grad,
+    )
+    run.run(groups)
+    return rows
+
+
+def _whole(one: GroupWalk) -> dict[str, torch.Tensor]:
+    return {n: g.full_tensor() for n, g in gradients_of(one.model.module).items()}  # type: ignore
+
+
+def _uneven_work(rank: int) -> dict[str, Any]:
+    groups, objective = batch(ROWS)
+    found = {}
+    for name, shares in SHARES.items():
+        one = _walk(LongStrawConfig(chunk_tokens=7 + 4 * rank, page_tokens=16, progress=False))
+        mine = [groups[i] for i in shares[rank]]
+        scored = _run(one, mine, objective, grad=False)
+        replayed = _run(one, mine, objective, grad=True)
+        same = all(torch.equal(scored[i], replayed[i]) for i in replayed)
+        found[name] = {"rows": replayed, "bitwise": same, "gradients": _whole(one)}
+    return found
+
+
+def test_ranks_with_different_work_give_the_gradients_of_one(tmp_path: Path) -> None:
+    results = run_ranks(_uneven_work, WORLD, tmp_path)
+    groups, objective = batch(ROWS)
+    expected = theirs(model(), groups, objective)
+    for name in SHARES:
+        rows = results[0][name]["rows"] | results[1][name]["rows"]
+        assert rows.keys() == expected.rows.keys()
+        for index, row in expected.rows.items():
+            assert torch.allclose(rows[index].to(row.log_probs), row.log_probs, atol=1e-9), name
+        for result in results:
+            assert result[name]["bitwise"]
+            assert gradient_rel_l2(result[name]["gradients"], expected.gradients) <= 1e-9, name
+
+
+def _bad_input_on_one_rank(rank: int) -> str:
+    lockstep = Lockstep(dist.group.WORLD)
+    try:
+        with lockstep.agree():
+            if rank == 1:
+                raise ValueError("prompts[3]: expected at least one token, got shape (0,)")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_bad_input_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    messages = run_ranks(_bad_input_on_one_rank, WORLD, tmp_path)
+    assert all("prompts[3]" in m and "rank 1" in m for m in messages), messages
+
+
+def _decoded(rank: int) -> list[list[int]]:
+    one = _walk(LongStrawConfig(chunk_tokens=16, progress=False))
+    samplings = [Sampling(max_new_tokens=6), Sampling(max_new_tokens=3, temperature=0.5)]
+    lockstep, prompt = Lockstep(dist.group.WORLD), tokens(30, seed=2)
+    samples = generate(one, prompt, lambda d: PromptKey(d, 0), samplings, rank, Meter(), lockstep)
+    return [sample.token_ids for sample in samples]
+
+
+def test_ranks_decode_the_same_even_with_other_random_numbers(tmp_path: Path) -> None:
+    first, second = run_ranks(_decoded, WORLD, tmp_path)
+    assert first == second
+    assert [len(ids) for ids in first] == [6, 3]
