@@ -158,7 +158,9 @@ def main() -> None:
         results = {strategy: _run(strategy, model) for strategy in STRATEGIES}
     ours, stock = (results[s] for s in STRATEGIES)
     results["ratio"] = {k: stock[k] / ours[k] for k in ("seconds", "peak_bytes")}
-    shape = {k: getattr(args, k) for k in ("prompt", "response", "group", "hidden", "layers", "vocab")}
+    shape = {
+        k: getattr(args, k) for k in ("prompt", "response", "group", "hidden", "layers", "vocab")
+    }
     for strategy in STRATEGIES:
         r = results[strategy]
         print(f"{strategy:10} {r['seconds']:8.2f} s   peak {r['peak_bytes'] / 2**20:8.0f} MiB")

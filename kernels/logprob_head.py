@@ -70,7 +70,12 @@ def logprob_head(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: expected at least 1, got {chunk_tokens}")
     wide = torch.promote_types(weight_VD.dtype, torch.float32)
-    tau_T = torch.as_tensor(temperature, dtype=wide, device=hidden_TD.device).expand(tokens)
+    tau_T = torch.as_tensor(temperature, dtype=wide, device=hidden_TD.device)
+    if tau_T.shape not in ((), (tokens,)) or not (tau_T > 0).all():
+        raise ValueError(
+            f"temperature: expected a positive number, or {tokens} of them, got {temperature!r}"
+        )
+    tau_T = tau_T.expand(tokens)
     return LogProbs(
         *_LogProbHead.apply(hidden_TD, weight_VD, targets_T, tau_T, entropy, chunk_tokens)
     )

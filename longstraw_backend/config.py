@@ -44,17 +44,12 @@ class LongStrawConfig:
                 f"gradient: expected one of {get_args(Gradient)}, got {self.gradient!r}"
             )
         for name in ("chunk_tokens", "page_tokens", "head_chunk_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(
-                f"max_prompt_tokens: expected a positive integer, got {self.max_prompt_tokens!r}"
-            )
-        if not self.state_budget_gb >= 0:
-            raise ValueError(
-                f"state_budget_gb: expected 0 or more GiB, got {self.state_budget_gb!r}"
-            )
+            _check_positive_integer(name, getattr(self, name))
+        if self.max_prompt_tokens is not None:
+            _check_positive_integer("max_prompt_tokens", self.max_prompt_tokens)
+        budget = self.state_budget_gb
+        if not isinstance(budget, int | float) or not budget >= 0:
+            raise ValueError(f"state_budget_gb: expected 0 or more GiB, got {budget!r}")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any] | None) -> LongStrawConfig:
@@ -67,3 +62,8 @@ class LongStrawConfig:
                 f"longstraw: unknown option {unknown[0]!r}; known are {', '.join(sorted(known))}"
             )
         return cls(**options)
+
+
+def _check_positive_integer(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}")

@@ -48,7 +48,9 @@ def curve(rows: Sequence[tuple[int, Row]], what: str) -> Curve:
     return [], []
 
 
-def draw_lines(axes: Any, rows: Sequence[tuple[int, Row]], names: Sequence[str], scale: float = 1.0) -> None:
+def draw_lines(
+    axes: Any, rows: Sequence[tuple[int, Row]], names: Sequence[str], scale: float = 1.0
+) -> None:
     """Draw the named curves that the run has, and a legend."""
     for name in names:
         steps, values = curve(rows, name)

@@ -148,7 +148,9 @@ def train(command: list[str], env: dict[str, str], metrics: Path, log: Path) -> 
     """Run verl, its words into `log`, its steps onto the screen; return its exit code."""
     shown = 0
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=env, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT
+        )
         try:
             while process.poll() is None:
                 shown = show_new(metrics, shown)

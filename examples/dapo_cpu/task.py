@@ -27,6 +27,7 @@ CODE_WORDS = (
     "engine feather glacier helmet insect jungle koala ladder magnet nickel orange"
 ).split()
 CODE_LENGTH = 4
+NUM_NOTES = 4
 DATA_SOURCE = "longstraw/find_the_code"
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -94,7 +95,12 @@ def long_example(
 
 
 def examples(
-    tokenize: Tokenize, count: int, *, min_tokens: int = 2000, num_notes: int = 4, seed: int = 0
+    tokenize: Tokenize,
+    count: int,
+    *,
+    min_tokens: int = 2000,
+    num_notes: int = NUM_NOTES,
+    seed: int = 0,
 ) -> list[Example]:
     """Return `count` different long questions."""
     rng = random.Random(seed)

@@ -70,17 +70,26 @@ def segment_attention(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
+    if q.dim() != 4 or q.shape[2] == 0:  # no tokens end the process in torch's kernels
+        raise ValueError(f"q: expected [B, N, T, H] with T >= 1, got {tuple(q.shape)}")
     rows, heads, tokens, dim = q.shape
     if k.shape != v.shape or k.shape[0] != rows or tuple(k.shape[2:]) != (tokens, dim):
         raise ValueError(
             f"k, v: expected [{rows}, K, {tokens}, {dim}] to go with q, "
             f"got {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    if any(t.dtype != q.dtype or t.device != q.device for t in (k, v)):
+        raise ValueError(
+            f"k, v: expected {q.dtype} on {q.device} as q, got {k.dtype} on {k.device} and "
+            f"{v.dtype} on {v.device}"
+        )
     if heads % k.shape[1]:
         raise ValueError(f"q: {heads} query heads are no multiple of {k.shape[1]} key/value heads")
     for i, (pk, pv) in enumerate(pages):
         if (
             pk.shape != pv.shape
+            or pk.dim() != 4
+            or pk.shape[2] == 0
             or pk.shape[0] not in (1, rows)
             or pk.shape[1] != k.shape[1]
             or pk.shape[3] != dim
@@ -89,7 +98,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
                 f"pages[{i}]: expected k, v of [1 or {rows}, {k.shape[1]}, S, {dim}], "
                 f"got {tuple(pk.shape)} and {tuple(pv.shape)}"
             )
-        if pk.dtype != q.dtype or pk.device != q.device:
+        if any(t.dtype != q.dtype or t.device != q.device for t in (pk, pv)):
             raise ValueError(
                 f"pages[{i}]: captured as {pk.dtype} on {pk.device}, queries are {q.dtype} on "
                 f"{q.device}; capture and replay must use the same dtype and device"

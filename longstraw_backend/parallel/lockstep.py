@@ -33,23 +33,23 @@ class Lockstep:
 
     @contextmanager
     def agree(self) -> Iterator[None]:
-        """Run checks; if they raise ValueError on any rank, every rank raises ValueError.
+        """Run checks; if they raise on any rank, every rank raises ValueError with that message.
 
         Nothing inside may communicate.
         """
-        error: str | None = None
+        if self.group is None:
+            yield
+            return
+        caught: Exception | None = None
         try:
             yield
-        except ValueError as caught:
-            error = str(caught)
-        found = [error]
-        if self.group is not None:
-            found = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(found, error, group=self.group)
+        except Exception as error:
+            caught = error
+        found: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, None if caught is None else str(caught), group=self.group)
         for rank, message in enumerate(found):
             if message is not None:
-                where = f" (found on rank {rank} of the group)" if self.group is not None else ""
-                raise ValueError(message + where)
+                raise ValueError(f"{message} (found on rank {rank} of the group)") from caught
 
     def same_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """The first rank's tokens on every rank: sampling must not drift apart by a rounding."""

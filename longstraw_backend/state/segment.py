@@ -53,16 +53,20 @@ class Segment:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Lay new keys and values after the visible tokens; :meth:`commit` makes them visible."""
-        if self._holds:
-            raise ValueError(
-                f"segment [{self.start}, {self.stop}): it is immutable while {self._holds} branch "
-                "or replay stands on it; write to a branch instead"
-            )
+        self._check_free()
         self._layers[layer].write(self.length, k, v)
 
     def commit(self, tokens: int) -> None:
         """Make ``tokens`` written tokens of every layer visible."""
+        self._check_free()
         self.length += tokens
+
+    def _check_free(self) -> None:
+        if self._holds:
+            raise ValueError(
+                f"segment [{self.start}, {self.stop}): it is immutable while {self._holds} branch or "
+                "replay stands on it; write to a branch instead"
+            )
 
     @contextmanager
     def hold(self) -> Iterator[Segment]:

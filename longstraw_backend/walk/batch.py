@@ -24,14 +24,14 @@ __all__ = ["BatchRun", "captured_in_lockstep"]
 
 
 def _idle(model: DrivenModel, *, head: bool, grad: bool = False) -> None:
-    """A pass that changes nothing, for a rank that others wait for: it must gather what they gather,
+    """A pass that changes nothing, for a rank that others wait for: it must gather what they do,
     the output embedding too if they use the head."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     log_probs = log_probs_head(token[0], 1.0, entropy=False, chunk_tokens=1) if head else None
     empty = model.segment(0, 1)
     out = advance(model, token, empty, grad=grad, commit=False, head=log_probs)
     if grad:
-        (out[0].sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+        (out[0].sum() * 0.0).backward()
 
 
 def captured_in_lockstep(
@@ -87,7 +87,7 @@ class BatchRun:
                 rows = group.rows if group is not None else []
                 for row in rows:
                     if row.response.numel() == 0:
-                        self.on_row(row, _no_log_probs(self.walk.model.device))
+                        self.on_row(row, _no_log_probs(self.walk.model))
                 todo = [r for r in rows if r.response.numel() > 0]
                 for place in range(passes):
                     done += 1
@@ -113,5 +113,7 @@ class BatchRun:
             self.on_row(row, out)
 
 
-def _no_log_probs(device: torch.device) -> LogProbs:
-    return LogProbs(torch.zeros(0, device=device), torch.zeros(0, device=device))
+def _no_log_probs(model: DrivenModel) -> LogProbs:
+    parameter = next(model.module.parameters())
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return LogProbs(*(torch.zeros(0, dtype=wide, device=model.device) for _ in range(2)))

@@ -212,3 +212,12 @@ def test_rejects_an_empty_chunk() -> None:
     inputs = make_inputs(torch.float32)
     with pytest.raises(ValueError, match="chunk_tokens: expected at least 1, got 0"):
         logprob_head(inputs.hidden, inputs.weight, inputs.targets, chunk_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "temperature", [0.0, -1.0, float("nan"), torch.ones(4), torch.tensor([1.0] * 22 + [0.0])]
+)
+def test_rejects_a_temperature_that_is_not_positive(temperature: Any) -> None:
+    inputs = make_inputs(torch.float32)
+    with pytest.raises(ValueError, match="temperature: expected a positive number, or 23 of them"):
+        logprob_head(inputs.hidden, inputs.weight, inputs.targets, temperature=temperature)

@@ -158,6 +158,10 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
             {"k_BKTH": zeros(2, 3, 5, 16), "v_BKTH": zeros(2, 3, 5, 16)},
             "4 query heads are no multiple of 3",
         ),
+        ({"q_BNTH": zeros(4, 5, 16)}, "q: expected [B, N, T, H] with T >= 1, got (4, 5, 16)"),
+        ({n: zeros(2, 2, 0, 16) for n in ("q_BNTH", "k_BKTH", "v_BKTH")}, "with T >= 1, got (2, 2"),
+        ({"k_BKTH": zeros(2, 2, 5, 16, dtype=torch.bfloat16)}, "got torch.bfloat16 on cpu and"),
+        ({"v_BKTH": zeros(2, 2, 5, 16, device="meta")}, "and torch.float32 on meta"),
     ],
 )
 def test_rejects_new_tokens_that_do_not_fit(changes: dict[str, torch.Tensor], text: str) -> None:
@@ -172,6 +176,12 @@ def test_rejects_new_tokens_that_do_not_fit(changes: dict[str, torch.Tensor], te
         (Page(zeros(3, 2, 4, 16), zeros(3, 2, 4, 16)), "expected k, v of [1 or 2, 2, S, 16]"),
         (Page(zeros(1, 4, 4, 16), zeros(1, 4, 4, 16)), "got (1, 4, 4, 16) and (1, 4, 4, 16)"),
         (Page(zeros(1, 2, 4, 8), zeros(1, 2, 4, 8)), "expected k, v of"),
+        (Page(zeros(2, 2, 16), zeros(2, 2, 16)), "expected k, v of"),
+        (Page(zeros(1, 2, 0, 16), zeros(1, 2, 0, 16)), "expected k, v of"),
+        (
+            Page(zeros(1, 2, 4, 16), zeros(1, 2, 4, 16, dtype=torch.float64)),
+            "captured as torch.float32 on cpu",
+        ),
         (Page(zeros(1, 2, 4, 16), zeros(1, 2, 3, 16)), "expected k, v of"),
         (
             Page(*(zeros(1, 2, 4, 16, dtype=torch.bfloat16) for _ in range(2))),

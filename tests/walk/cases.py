@@ -77,5 +77,6 @@ def check(found: Outcome, expected: Outcome, dtype: torch.dtype = torch.float64)
     assert apart.grad_rel_l2 <= bar
     assert abs(found.loss - expected.loss) <= bar * max(1.0, abs(expected.loss))
     for index, row in expected.rows.items():
-        assert torch.allclose(found.rows[index].entropy, row.entropy, rtol=0, atol=bar)
+        entropy = found.rows[index].entropy.to(row.entropy)
+        assert torch.allclose(entropy, row.entropy, rtol=0, atol=bar)
     return apart

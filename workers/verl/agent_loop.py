@@ -22,7 +22,7 @@ __all__ = ["LongStrawAgentLoop"]
 
 
 class _Tokenised:
-    """One prompt being tokenised, or already so; lives as long as a loop of that prompt holds it."""
+    """One prompt being tokenised, or already so; lives while a loop of that prompt holds it."""
 
     def __init__(self, task: "asyncio.Task[list[int]]") -> None:
         self.task = task

@@ -127,7 +127,7 @@ class LongStrawServerAdapter(BaseRollout):
         LIVE["rollout"] = self
 
     def _tell_prompt_limit(self) -> None:
-        """Let the engine refuse cut prompts also when verl's stock actor config tells it nothing."""
+        """Let the engine refuse cut prompts also under verl's stock actor config."""
         engine = LIVE.get("actor")
         if engine is not None and engine.max_prompt_tokens is None:
             engine.max_prompt_tokens = self.config.prompt_length

@@ -41,21 +41,19 @@ def generate_with_stock_module(
     generator = torch.Generator(device).manual_seed(seed)
     cache = DynamicCache(config=module.config)
     prompt_1P = torch.tensor([prompt_ids], device=device)
-    output = module(
-        input_ids=prompt_1P, past_key_values=cache, use_cache=True, logits_to_keep=1
-    )
+    output = module(input_ids=prompt_1P, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(len(samplings))
     logits_BV = output.logits[:, -1].expand(len(samplings), -1)
-    running = [_Running(sampling) for sampling in samplings]
+    samples = [Sample() for _ in samplings]
     position = len(prompt_ids)
     while True:
         tokens_B, log_probs_B = sample_tokens(logits_BV, samplings, generator)
-        for row, token, log_prob in zip(
-            running, tokens_B.tolist(), log_probs_B.tolist(), strict=True
+        for sample, token, log_prob, sampling in zip(
+            samples, tokens_B.tolist(), log_probs_B.tolist(), samplings, strict=True
         ):
-            row.take(token, log_prob)
-        if all(row.stop_reason for row in running):
-            return [row.sample() for row in running]
+            sample.add(token, log_prob, sampling)
+        if all(sample.stop_reason for sample in samples):
+            return samples
         output = module(
             input_ids=tokens_B[:, None],
             past_key_values=cache,
@@ -64,26 +62,3 @@ def generate_with_stock_module(
         )
         position += 1
         logits_BV = output.logits[:, -1]
-
-
-class _Running:
-    """One sample while it is being decoded; takes no more tokens once it has stopped."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self.token_ids: list[int] = []
-        self.log_probs: list[float] = []
-        self.stop_reason = ""
-
-    def take(self, token: int, log_prob: float) -> None:
-        if self.stop_reason:
-            return
-        self.token_ids.append(token)
-        self.log_probs.append(log_prob)
-        if token in self.sampling.eos_token_ids:
-            self.stop_reason = "stop"
-        elif len(self.token_ids) >= self.sampling.max_new_tokens:
-            self.stop_reason = "length"
-
-    def sample(self) -> Sample:
-        return Sample(self.token_ids, self.log_probs, self.stop_reason)

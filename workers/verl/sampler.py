@@ -199,9 +199,7 @@ class GroupedReplayBuffer(ReplayBuffer):
         groups = group_rows(batch.keys, row_tokens, self.prompt_global_steps[partition_id])
         shares = self._shares(groups, len(batch))
         if len(shares) > 1:
-            self._metrics = {
-                "longstraw/sampler/token_imbalance": imbalance(shares, row_tokens)
-            }
+            self._metrics = {"longstraw/sampler/token_imbalance": imbalance(shares, row_tokens)}
         order = [row for rows in shares for row in rows]
         return GroupedKVBatchMeta(
             partition_id=batch.partition_id,

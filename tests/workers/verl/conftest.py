@@ -166,9 +166,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     short = [f"question {i} about the castle " + "here " * (i % 9) for i in range(64)]
     write_prompts(root / "train.parquet", short)
     write_prompts(root / "long.parquet", [*short[:7], "castle " * 200, *short[7:15]])
-    return Task(
-        root / "model", root / "train.parquet", root / "long.parquet", root / "reward.py"
-    )
+    return Task(root / "model", root / "train.parquet", root / "long.parquet", root / "reward.py")
 
 
 def short_run(task: Task, world_size: int) -> list[str]:
@@ -184,7 +182,7 @@ def short_run(task: Task, world_size: int) -> list[str]:
         "data.shuffle=False",
         f"actor_rollout_ref.model.path={task.model}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.lr=3e-2",
         "actor_rollout_ref.rollout.n=4",
         f"reward.custom_reward_function.path={task.reward}",
         "reward.custom_reward_function.name=compute_score",
@@ -201,7 +199,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line["data"] for line in lines}
 
 
-def run_to_end(command: list[str], env: dict[str, str], cwd: Path, seconds: float) -> tuple[int, str]:
+def run_to_end(
+    command: list[str], env: dict[str, str], cwd: Path, seconds: float
+) -> tuple[int, str]:
     """Run in a session of its own; past the time limit end it whole and return -SIGKILL."""
     log = cwd / "log.txt"
     with log.open("w") as out:
@@ -221,11 +221,19 @@ def train(verl_env: dict[str, str], task: Task, tmp_path: Path) -> Iterator[Call
     """Run verl's trainer on the tiny task: `train("name", overrides, world_size=1)`."""
     ray_dirs: list[str] = []
 
-    def run(name: str, overrides: list[str], *, world_size: int = 1, seconds: float = 180) -> Run:
+    def run(
+        name: str,
+        overrides: list[str],
+        *,
+        world_size: int = 1,
+        seconds: float = 300,
+        extra_env: dict[str, str] | None = None,
+    ) -> Run:
         cwd = tmp_path / name
         cwd.mkdir()
         ray_dirs.append(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # socket paths must be short
         env = verl_env | {"VERL_FILE_LOGGER_PATH": str(cwd / "metrics.jsonl")}
+        env |= extra_env or {}
         ray = [
             "+ray_kwargs.ray_init.address=local",
             f"+ray_kwargs.ray_init._temp_dir={ray_dirs[-1]}",

@@ -16,7 +16,12 @@ from longstraw_backend.tiny import tiny_model
 from .ranks import run_ranks
 
 OPTIONS = {"chunk_tokens": 17, "page_tokens": 40, "head_chunk_tokens": 5, "progress": False}
-LENGTHS = [(50, 7), (33, 12), (50, 1), (33, 5)]  # (prompt, response) per row: two groups, interleaved
+LENGTHS = [
+    (50, 7),
+    (33, 12),
+    (50, 1),
+    (33, 5),
+]  # (prompt, response) per row: two groups, interleaved
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +62,9 @@ def _fill_lora_b(module: torch.nn.Module) -> None:
                 p.copy_(distribute_tensor(full, p.device_mesh, p.placements) if sharded else full)
 
 
-def _two_steps(rank: int, world: int, *, path: str, strategy: str, lora: int = 0, **loss: Any) -> Any:
+def _two_steps(
+    rank: int, world: int, *, path: str, strategy: str, lora: int = 0, **loss: Any
+) -> Any:
     """Log-probs, then two training steps; gradients and parameters by name."""
     from verl.workers.utils.losses import ppo_loss
     from verl.workers.utils.padding import response_from_nested
@@ -82,7 +89,9 @@ def _two_steps(rank: int, world: int, *, path: str, strategy: str, lora: int = 0
         with engine.train_mode():
             engine.optimizer_zero_grad()
             done = engine.forward_backward_batch(batch(), partial(ppo_loss, config=config))
-            grads = {n: _full(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
+            grads = {
+                n: _full(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None
+            }
             seen["grads"].append(grads)
             seen["norms"].append(engine.optimizer_step())
         seen["losses"].append(math.fsum(done["loss"]))
@@ -215,7 +224,8 @@ def _odd_batches(rank: int, world: int, *, path: str) -> Any:
         out = engine.infer_batch(ppo_batch(rows, temperature=per_row, entropy=True))
     with engine.train_mode():
         done = engine.train_batch(
-            ppo_batch(rows, global_rows=8, temperature=per_row), partial(ppo_loss, config=actor_config())
+            ppo_batch(rows, global_rows=8, temperature=per_row),
+            partial(ppo_loss, config=actor_config()),
         )
     return [v.clone() for v in out["model_output"]["log_probs"].unbind()], rows, done["metrics"]
 
@@ -266,7 +276,12 @@ def test_bad_input_on_one_rank_is_an_error_on_all(model_path: str, tmp_path: Pat
     assert first == second
     for message, part in zip(
         first,
-        ["data.max_prompt_length: the prompt of row 0 has 60", "token ids", "temperature", "distill"],
+        [
+            "data.max_prompt_length: the prompt of row 0 has 60",
+            "token ids",
+            "temperature",
+            "distill",
+        ],
         strict=True,
     ):
         assert part in message and "rank 1" in message
@@ -321,9 +336,7 @@ def _generate(rank: int, world: int, *, path: str) -> Any:
         for name in ("old_log_probs", "advantages", "ref_log_prob"):
             fields[name] = torch.zeros(len(sample.token_ids))
         with engine.eval_mode():
-            out = engine.infer_batch(
-                ppo_batch([type(row)(row.prompt, **fields)], temperature=0.8)
-            )
+            out = engine.infer_batch(ppo_batch([type(row)(row.prompt, **fields)], temperature=0.8))
         scored.append(out["model_output"]["log_probs"].values()[:-1].tolist())
     return samples, scored, captured, engine.meter.prompt_tokens_captured
 

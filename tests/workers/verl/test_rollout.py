@@ -58,9 +58,7 @@ def adapter(live, task):
     def make(engine=None, **values):
         if engine is not None:
             live["actor"] = engine
-        model = HFModelConfig(
-            path=str(task.model), override_config={"attn_implementation": "sdpa"}
-        )
+        model = HFModelConfig(path=str(task.model), override_config={"attn_implementation": "sdpa"})
         return LongStrawServerAdapter(rollout_config(**values), model, device_mesh=None)
 
     return make
