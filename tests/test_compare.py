@@ -81,6 +81,13 @@ def test_peak_memory_is_below_the_ordinary_one() -> None:
     assert 0 < found.peak_bytes["longstraw"] < found.peak_bytes["reference"] / 3
 
 
+def test_peak_memory_does_not_grow_with_the_group() -> None:
+    # Of equal rows: with ragged ones, which length meets gradients that are there already varies.
+    options = {"prompt": 300, "response": 1, "prompts": 1}
+    few, many = (_compare(**options, group=g).peak_bytes["longstraw"] for g in (2, 8))
+    assert many <= few * 1.005
+
+
 def test_peak_bytes_are_those_held_at_once() -> None:
     def work() -> float:
         kept = [torch.ones(1000, dtype=torch.float32) for _ in range(5)]

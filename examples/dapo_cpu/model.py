@@ -1,13 +1,13 @@
-"""The demo's tokenizer and model: a tiny Qwen3, made here, that can find a note in a short document.
+"""The demo's tokenizer and model: a tiny Qwen3, made here, that finds notes in short documents.
 
 Nothing is downloaded. The weights are warmed up by ordinary supervised training, in two parts:
 
-    copy      random tokens, then the same in chunks of another order: the model learns to look a token up
-              and to go on with what followed it
+    copy      random tokens, then the same in chunks of another order: the model learns to look a
+              token up and to go on with what followed it
     lengthen  short questions of the demo's kind, with more and more text around the notes
 
-It stops when the model is right about a third of the time on prompts of full length, which are two to five
-times longer than those it was trained on. The rest is left to DAPO.
+It stops when the model is right about a third of the time on prompts of full length, which are
+several times longer than those it was trained on. The rest is left to DAPO.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 1024
-SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+# verl looks for this end of turn in a tokenizer for Qwen models.
+SPECIAL = ["<|pad|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 IGNORE = -100
@@ -52,7 +53,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<|pad|>",
-        eos_token="<|end|>",
+        eos_token="<|im_end|>",
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -72,7 +73,7 @@ def new_model(vocabulary: int) -> Qwen3ForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         attn_implementation="sdpa",
         bos_token_id=None,
-        eos_token_id=SPECIAL.index("<|end|>"),
+        eos_token_id=SPECIAL.index("<|im_end|>"),
         pad_token_id=SPECIAL.index("<|pad|>"),
     )
     return Qwen3ForCausalLM(config)
@@ -94,7 +95,7 @@ def train_step(
 
 
 def copy_batch(vocabulary: int, rows: int = 64, chunks: int = 4) -> tuple[Tensor, Tensor]:
-    """Return random tokens followed by their chunks in another order; labels inside the second half's chunks."""
+    """Return random tokens, then their chunks in another order; labels inside the second chunks."""
     first = torch.rand(rows, vocabulary).argsort(-1)[:, : chunks * CHUNK].view(rows, chunks, CHUNK)
     order = torch.rand(rows, chunks).argsort(-1)[:, :, None].expand(-1, -1, CHUNK)
     second = first.gather(1, order)
@@ -115,7 +116,7 @@ def learn_to_copy(model: Qwen3ForCausalLM, max_steps: int = 600) -> None:
 def conversation(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, docs: list[list[int]], budget: int
 ) -> tuple[list[int], list[int]]:
-    """Return tokens and labels of one short document, with a question and answer for each of its notes."""
+    """Return tokens and labels of one document, then a question and answer for each note."""
     pad, end, _, user, assistant = range(len(SPECIAL))
     newline = tokenizer.encode("\n")
     codes = task.draw_codes(rng, task.NUM_NOTES)
@@ -156,7 +157,7 @@ def conversation_batches(
 def expected_reward(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, items: list[task.Example]
 ) -> float:
-    """Return the mean probability that a sampled response is right up to and including each word."""
+    """Return the mean probability that a sampled response is right up to each word."""
     total = 0.0
     for item in items:
         prompt = tokenizer.apply_chat_template(
@@ -195,7 +196,7 @@ def lengthen(
 
 
 def prepare(folder: Path, seed: int = 0) -> PreTrainedTokenizerFast:
-    """Make tokenizer and warmed-up model in `folder`, or read those that are there; return the tokenizer."""
+    """Make tokenizer and warmed-up model in `folder` unless there; return the tokenizer."""
     done = folder / "ready"
     if done.exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Draws a run: reward, time per phase and memory over the steps, from verl's `file` logger (JSONL)."""
+"""Draws a run from verl's `file` logger: reward, time per phase and memory over the steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 Row = dict[str, float]
 Curve = tuple[list[int], list[float]]
 
-# What a panel shows -> the names it may have in the tracker, the first that occurs wins. verl prefixes the
-# numbers of the training engine with `actor/`.
+# What a panel shows -> the names it may have in the tracker; the first that occurs wins. verl
+# prefixes the numbers of the training engine with `actor/`.
 METRICS: dict[str, tuple[str, ...]] = {
     "training prompts": ("critic/score/mean", "critic/rewards/mean"),
-    "held-out prompts": ("val-core/longstraw/find_the_code/reward/mean@1",),
+    "held-out prompts": ("val-core/longstraw/find_the_note/reward/mean@1",),
     "step": ("timing_s/step",),
     "generation": ("timing_s/gen", "timing_s/generate_sequences"),
     "capture": ("actor/longstraw/capture_seconds", "longstraw/capture_seconds"),
@@ -40,7 +40,7 @@ def read_rows(path: Path) -> list[tuple[int, Row]]:
 
 
 def curve(rows: Sequence[tuple[int, Row]], what: str) -> Curve:
-    """Return steps and values of one entry of METRICS; both empty if the run has none of its names."""
+    """Return steps and values of one entry of METRICS, empty if the run has none of its names."""
     for name in METRICS[what]:
         points = [(step, float(row[name])) for step, row in rows if row.get(name) is not None]
         if points:

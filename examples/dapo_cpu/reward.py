@@ -1,4 +1,4 @@
-"""The reward of the demo: the share of the note's four words that the response has in the right place."""
+"""The reward of the demo: the share of the note's four words that stand in their places."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def compute_score(
 ) -> float:
     """Return the reward in [0, 1]; verl calls this once per response.
 
-    The right answer is the name and four words. The name stands in the question, so it earns nothing;
-    each word in its place earns a quarter, and words beyond the four take from it.
+    The right answer is the name and four words. The name stands in the question, so it earns
+    nothing; each word in its place earns a quarter, and words beyond the four take from it.
     """
     given, wanted = solution_str.split()[1:], ground_truth.split()[1:]
     hits = sum(a == b for a, b in zip(given, wanted, strict=False))

@@ -1,11 +1,11 @@
 """Trains a tiny model with DAPO on prompts of 2,000 tokens, in verl's own trainer, on a CPU.
 
     python examples/dapo_cpu/run.py --strategy longstraw
-    python examples/dapo_cpu/run.py --strategy fsdp2 --steps 10 -- algorithm.filter_groups.enable=False
+    python examples/dapo_cpu/run.py --strategy fsdp2 --steps 10 -- data.train_batch_size=2
 
-Only `actor_rollout_ref.actor.strategy` (and what verl's own engine needs to find itself on a CPU, in the
-environment) differs between the strategies. Words after `--` go to Hydra and win over everything here.
-The model, the questions and the first weights are kept beside the runs and used again.
+Only `actor_rollout_ref.actor.strategy` differs between the strategies (and one variable by which
+verl's own engine finds itself on a CPU). Words after `--` go to Hydra and win over everything here.
+The questions and the first weights are kept beside the runs and used again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRAIN_PROMPTS = 512
 HELD_OUT_PROMPTS = 16
 MAX_PROMPT_TOKENS = 3000
 MAX_RESPONSE_TOKENS = 10
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-4
 EXTRA_ENVIRONMENT = {
     "longstraw": {},
     # verl registers its own engine for CUDA and NPU only; under this name it runs on a CPU too.
@@ -37,7 +37,7 @@ EXTRA_ENVIRONMENT = {
 }
 NEXT_STEPS = """For a real model, the same command of verl with these changed:
   actor_rollout_ref.model.path=Qwen/Qwen3-8B          your model
-  data.train_files=... data.max_prompt_length=...     your prompts, and more tokens than the longest has
+  data.train_files=... data.max_prompt_length=...     your prompts, the longest must fit
   reward.custom_reward_function.path=...              your reward
   +longstraw=grouped  instead of  +longstraw=cpu      and no VERL_PLATFORM=cpu
   trainer.n_gpus_per_node=8"""
@@ -114,6 +114,8 @@ def dapo_overrides() -> list[str]:
         "actor_rollout_ref.actor.loss_agg_mode=token-mean",
         "actor_rollout_ref.actor.use_kl_loss=False",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
         "actor_rollout_ref.actor.optim.weight_decay=0.0",
     ]
 

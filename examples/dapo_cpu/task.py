@@ -1,12 +1,13 @@
-"""The demo's task: find one code in a long document.
+"""The demo's task: find one note in a long document.
 
-A prompt is a stretch of Python's own documentation (`pydoc_data.topics`, which every Python ships), at least
-`min_tokens` tokens long, with a few notes planted at random places:
+A prompt is a stretch of Python's own documentation (`pydoc_data.topics`, which every Python ships),
+at least `min_tokens` tokens long, with a few notes planted at random places:
 
     Note: harbor tango maple echo violin.
 
-The question at the end asks for the note on one of the names; the other notes are decoys. The answer is the
-name and its four words, so a response is six tokens beside a prompt of thousands: the shape LongStraw is for.
+The question at the end asks for the note on one of the names; the other notes are decoys. The
+answer is the name and its four words, so a response is six tokens beside a prompt of thousands: the
+shape LongStraw is for.
 Every draw comes from a seed. The text itself differs a little between Python versions.
 """
 
@@ -22,13 +23,13 @@ NAMES = (
     "library valley canyon village airport"
 ).split()
 CODE_WORDS = (
-    "apple bravo candle dragon echo falcon guitar hammer igloo jacket kettle lemon maple needle olive "
-    "pepper quartz rocket saddle tango umbrella violin walnut yellow zebra anchor basket copper dolphin "
-    "engine feather glacier helmet insect jungle koala ladder magnet nickel orange"
+    "apple bravo candle dragon echo falcon guitar hammer igloo jacket kettle lemon maple needle "
+    "olive pepper quartz rocket saddle tango umbrella violin walnut yellow zebra anchor basket "
+    "copper dolphin engine feather glacier helmet insect jungle koala ladder magnet nickel orange"
 ).split()
 CODE_LENGTH = 4
 NUM_NOTES = 4
-DATA_SOURCE = "longstraw/find_the_code"
+DATA_SOURCE = "longstraw/find_the_note"
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -50,12 +51,12 @@ def documentation() -> list[str]:
 
 
 def note(name: str, code: Sequence[str]) -> str:
-    """Return the planted line that tells the code of a name."""
+    """Return the planted line about a name."""
     return f"Note: {name} {' '.join(code)}."
 
 
 def question(name: str) -> str:
-    """Return the line that asks for the code of a name."""
+    """Return the line that asks for the note on a name."""
     return f"What is the note on {name}?"
 
 
@@ -82,7 +83,7 @@ def plant(rng: random.Random, lines: list[str], codes: dict[str, list[str]]) -> 
 def long_example(
     rng: random.Random, docs: list[str], sizes: list[int], min_tokens: int, num_notes: int
 ) -> Example:
-    """Return a question about at least `min_tokens` tokens of text; `sizes` counts tokens per line."""
+    """Return a question about `min_tokens` tokens or a few more; `sizes` has tokens per line."""
     start, total, stop = rng.randrange(len(docs)), 0, 0
     while total < min_tokens:
         total += sizes[(start + stop) % len(docs)]

@@ -64,8 +64,8 @@ class Segment:
     def _check_free(self) -> None:
         if self._holds:
             raise ValueError(
-                f"segment [{self.start}, {self.stop}): it is immutable while {self._holds} branch or "
-                "replay stands on it; write to a branch instead"
+                f"segment [{self.start}, {self.stop}): it is immutable while {self._holds} "
+                "branch or replay stands on it; write to a branch instead"
             )
 
     @contextmanager

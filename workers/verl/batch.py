@@ -1,9 +1,10 @@
 """verl's batch to our rows and back. No maths here.
 
 verl hands an engine a TensorDict of jagged tensors, one row a response: ``prompts`` [P_i],
-``responses`` [R_i], per-row and scalar settings. It wants ``log_probs`` and ``entropy`` back as jagged
-tensors whose last R_i + 1 entries of a row hold the R_i values, shifted left by one; what comes before
-is never read, so rows of R_i + 1 entries are enough and a 2M-token prompt costs nothing on the way.
+``responses`` [R_i], per-row and scalar settings. It wants ``log_probs`` and ``entropy`` back as
+jagged tensors whose last R_i + 1 entries of a row hold the R_i values, shifted left by one; what
+comes before is never read, so rows of R_i + 1 entries are enough and a prompt of millions of tokens
+costs nothing on the way.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-
 from verl.utils import tensordict_utils as tu
-from verl.workers.utils.padding import no_padding_2_padding  # noqa: F401  (documents who reads the rows)
 
 from longstraw_backend.groups import Group, group_rows
 from longstraw_backend.kernels.logprob_head import LogProbs
@@ -54,7 +53,7 @@ def check_settings(data: TensorDict) -> None:
     for name in ("prompts", "responses", "loss_mask"):
         if name not in data:
             raise ValueError(
-                f"batch: expected rows with {name!r} as verl's PPO trainer sends them, it is missing"
+                f"batch: {name!r} is missing; expected rows as verl's PPO trainer sends them"
             )
     for i, inputs in enumerate(_per_row(data, "multi_modal_inputs") or ()):
         if inputs:
@@ -73,14 +72,15 @@ def _per_row(data: TensorDict, name: str) -> list[Any] | None:
 def groups_of(data: TensorDict, vocab_size: int, max_prompt_tokens: int | None) -> list[Group]:
     """The rows' groups. Checks every token id and, if a limit is known, every prompt's length.
 
-    A prompt that fills the limit exactly was cut by verl, which truncates on the left and only warns.
+    A prompt that fills the limit was cut by verl, which truncates on the left and only warns.
     """
     prompts, responses = (list(data[name].unbind()) for name in ("prompts", "responses"))
     masks = list(data["loss_mask"].unbind())
     for i, (response, mask) in enumerate(zip(responses, masks, strict=True)):
         if response.shape != mask.shape:
             raise ValueError(
-                f"loss_mask: row {i} has {tuple(mask.shape)} entries for a response of {tuple(response.shape)}"
+                f"loss_mask: row {i} has {tuple(mask.shape)} entries for a response of "
+                f"{tuple(response.shape)}"
             )
     uids = _per_row(data, "uid")
     groups = group_rows(prompts, responses, None if uids is None else [str(u) for u in uids])
@@ -95,17 +95,17 @@ def _check_prompt(group: Group, limit: int | None) -> None:
     length = group.prompt.numel()
     if limit is not None and length >= limit:
         raise ValueError(
-            f"data.max_prompt_length: the prompt of row {group.rows[0].index} has {length} tokens and the limit is "
-            f"{limit}; verl cuts longer prompts on the left without an error, so a prompt at the limit can't be "
-            "trusted. Set data.max_prompt_length above the longest prompt"
+            f"data.max_prompt_length: the prompt of row {group.rows[0].index} has {length} tokens "
+            f"and the limit is {limit}; verl cuts longer prompts on the left without an error, so "
+            "a prompt at the limit can't be trusted. Set data.max_prompt_length above the longest prompt"
         )
 
 
 def _check_ids(tokens: Tensor, vocab_size: int) -> None:
     if tokens.numel() and not (0 <= int(tokens.min()) and int(tokens.max()) < vocab_size):
         raise ValueError(
-            f"token ids: expected 0 to {vocab_size - 1}, got {int(tokens.min())} to {int(tokens.max())}; "
-            "do the tokenizer and the model belong together?"
+            f"token ids: expected 0 to {vocab_size - 1}, got {int(tokens.min())} to "
+            f"{int(tokens.max())}; do the tokenizer and the model belong together?"
         )
 
 
@@ -146,7 +146,7 @@ def loss_output(out: LogProbs, entropy: bool) -> dict[str, Tensor]:
 
 
 class LossRows:
-    """Single rows of a batch as a loss function wants them, with the prompt reduced to its last token.
+    """Single rows of a batch for a loss function, the prompt reduced to its last token.
 
     Loss functions check that prompt and response lengths add up to the values given, and read only
     the response part; :func:`loss_output` gives R + 1 values.

@@ -1,8 +1,8 @@
 """The LongStraw training engine of verl: capture each prompt once, replay its responses one by one.
 
-Loading, LoRA, offload, optimizer, schedule, checkpoints and weight export are verl's FSDP engine; what
-this class replaces is how a batch is run. Registered for ``strategy=longstraw`` on CPU and CUDA. A
-forward-only instance serves as the reference policy.
+Loading, LoRA, offload, optimizer, schedule, checkpoints and weight export are verl's FSDP engine;
+what this class replaces is how a batch is run. Registered for ``strategy=longstraw`` on CPU and
+CUDA. A forward-only instance serves as the reference policy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
@@ -28,7 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.groups import Group, Row
 from longstraw_backend.kernels.logprob_head import LogProbs
-from longstraw_backend.models import DrivenModel, drive
+from longstraw_backend.models import drive
 from longstraw_backend.models.families import check_no_dropout
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, PromptStore
@@ -181,7 +180,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     # --- rollout --------------------------------------------------------------------------------
 
     def generate(self, prompt_ids: list[int], samplings: list[Sampling], seed: int) -> list[Sample]:
-        """Draw one response per entry of ``samplings`` to one prompt, from the module being trained.
+        """Draw one response to the prompt per entry of ``samplings``, from the trained module.
 
         With several ranks all must call it with the same arguments, and return the same.
         """
@@ -251,7 +250,7 @@ class _Outputs:
         self._metrics: dict[str, Any] = {}
 
     def on_row(self, row: Row, out: LogProbs) -> None:
-        """Loss and backward of one row. Losses of rows add up: they are normalised by global sizes."""
+        """Loss and backward of one row. Losses of rows add up: global sizes normalise them."""
         if self._keep:
             self._kept[row.index] = LogProbs(out.log_probs.detach(), out.entropy.detach())
         if self._loss_function is None or self._rows is None:

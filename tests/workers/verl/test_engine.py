@@ -1,4 +1,4 @@
-"""The engine against verl's own fsdp2 engine and against the detached reference, on real gloo ranks."""
+"""The engine on gloo ranks, against verl's own fsdp2 engine and the detached reference."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 STEPS = 10
-# Timing apart, a resumed run repeats the uninterrupted one; sums over ranks and threads may differ
-# in the last bits, and Adam's first steps amplify that.
-SAME = dict(rel=1e-3, abs=1e-4)
+# Timing apart, a resumed run repeats the uninterrupted one, on one rank to the last bit. On several
+# the responses of a group may change places, and sums with them.
+SAME = dict(rel=1e-4, abs=1e-5)
 COMPARED = ["critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"]
 
 
