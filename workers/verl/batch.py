@@ -97,7 +97,8 @@ def _check_prompt(group: Group, limit: int | None) -> None:
         raise ValueError(
             f"data.max_prompt_length: the prompt of row {group.rows[0].index} has {length} tokens "
             f"and the limit is {limit}; verl cuts longer prompts on the left without an error, so "
-            "a prompt at the limit can't be trusted. Set data.max_prompt_length above the longest prompt"
+            "a prompt at the limit can't be trusted. Set data.max_prompt_length above the longest "
+            "prompt"
         )
 
 

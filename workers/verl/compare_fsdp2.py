@@ -16,48 +16,23 @@ import verl  # noqa: F401  (chooses the platform before any engine module is imp
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils as tu
-from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import EngineRegistry
 from verl.workers.utils.padding import response_from_nested
 
 from longstraw_backend.compare.sides import measured
 from longstraw_backend.oracle import gradients_of
+from longstraw_backend.workers.verl.standalone import PPORow, build_engine, ppo_batch
 
 __all__ = ["run_task"]
 
-_FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-
 
 def _engine(task: dict[str, Any]) -> Any:
-    model = HFModelConfig(
-        path=task["model"],
-        load_tokenizer=False,
-        enable_gradient_checkpointing=False,
-        use_remove_padding=False,
-        override_config={"attn_implementation": "sdpa"},
+    engine = build_engine(
+        "fsdp2",
+        task["model"],
         lora_rank=task["lora"],
         lora_alpha=2 * task["lora"],
-        target_modules="all-linear",
+        checkpointing=False,
     )
-    engine = EngineRegistry.new(
-        model_type="language_model",
-        backend="fsdp2",
-        model_config=model,
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2",
-            mixed_precision=_FLOAT32,
-            use_torch_compile=False,
-            use_dynamic_bsz=False,
-            micro_batch_size_per_gpu=1,
-            infer_micro_batch_size_per_gpu=1,
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=1),
-        checkpoint_config=CheckpointConfig(),
-    )
-    engine.initialize()
     _load_adapters(engine.module, task["adapters"])
     return engine
 
@@ -77,36 +52,12 @@ def _load_adapters(module: torch.nn.Module, adapters: dict[str, Tensor]) -> None
             p.copy_(value)
 
 
-def _jagged(rows: list[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
 def _batch(task: dict[str, Any]) -> TensorDict:
-    rows, weights = task["rows"], task["weights"]
-    masks = [torch.ones_like(r) for _, r in rows]
-    tensors = {
-        "input_ids": _jagged([torch.cat(pair) for pair in rows]),
-        "position_ids": _jagged([torch.arange(p.numel() + r.numel()) for p, r in rows]),
-        "prompts": _jagged([p for p, _ in rows]),
-        "responses": _jagged([r for _, r in rows]),
-        "loss_mask": _jagged(masks),
-        "response_mask": _jagged(masks),
-        "advantages": _jagged(weights),
-    }
-    settings = {
-        "temperature": task["temperature"],
-        "calculate_entropy": True,
-        "return_model_output": True,
-        "use_remove_padding": False,
-        "use_dynamic_bsz": False,
-        "use_fused_kernels": False,
-        "micro_batch_size_per_gpu": 1,
-        "max_token_len_per_gpu": 1 << 30,
-        "global_batch_size": len(rows),
-    }
-    data = tu.get_tensordict(tensors, non_tensor_dict=settings)
-    tu.assign_non_tensor(data, pad_mode=DatasetPadMode.NO_PADDING)
-    return data
+    rows = []
+    for (prompt, response), weights in zip(task["rows"], task["weights"], strict=True):
+        unused = torch.zeros_like(weights)
+        rows.append(PPORow(prompt, response, unused, weights, unused))
+    return ppo_batch(rows, temperature=task["temperature"], entropy=True, return_model_output=True)
 
 
 def _loss(task: dict[str, Any]) -> Any:

@@ -54,6 +54,7 @@ def build_engine(
     *,
     options: Mapping[str, Any] | None = None,
     lora_rank: int = 0,
+    lora_alpha: int = 16,
     lr: float = 1e-3,
     dtype: str = "fp32",
     checkpointing: bool = True,
@@ -86,7 +87,7 @@ def build_engine(
     built = EngineRegistry.new(
         model_type="language_model",
         backend=strategy,
-        model_config=_model_config(model_path, lora_rank, checkpointing),
+        model_config=_model_config(model_path, lora_rank, lora_alpha, checkpointing),
         engine_config=engine_config,
         optimizer_config=None
         if forward_only
@@ -99,14 +100,14 @@ def build_engine(
     return built
 
 
-def _model_config(path: str, lora_rank: int, checkpointing: bool) -> HFModelConfig:
+def _model_config(path: str, lora_rank: int, lora_alpha: int, checkpointing: bool) -> HFModelConfig:
     return HFModelConfig(
         path=path,
         enable_gradient_checkpointing=checkpointing,
         use_remove_padding=False,
         override_config={"attn_implementation": "sdpa"},
         lora_rank=lora_rank,
-        lora_alpha=16,
+        lora_alpha=lora_alpha,
         target_modules="all-linear",
         load_tokenizer=(Path(path) / "tokenizer_config.json").exists(),
     )
