@@ -22,7 +22,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: $(STAMP) ## train a tiny model on the CPU: make demo STRATEGY=longstraw
-	@$(BIN)/python examples/dapo_cpu/run.py --strategy $(STRATEGY) $(ARGS)
+	@$(BIN)/python examples/demo/run.py --strategy $(STRATEGY) $(ARGS)
 
 test: lint ## lint, then all tests: the fast ones in parallel, the slow ones one at a time
 	@$(TEST_ENV) $(BIN)/python -m pytest --no-header -n $(WORKERS) -m "not slow"

@@ -1,7 +1,7 @@
 """Trains a tiny model with DAPO on prompts of 2,000 tokens, in verl's own trainer, on a CPU.
 
-    python examples/dapo_cpu/run.py --strategy longstraw
-    python examples/dapo_cpu/run.py --strategy fsdp2 --steps 10 -- data.train_batch_size=2
+    python examples/demo/run.py --strategy longstraw
+    python examples/demo/run.py --strategy fsdp2 --steps 10 -- data.train_batch_size=2
 
 Only `actor_rollout_ref.actor.strategy` differs between the strategies (and one variable by which
 verl's own engine finds itself on a CPU). Words after `--` go to Hydra and win over everything here.
@@ -26,10 +26,10 @@ ROOT = HERE.parents[1]
 GROUP = 8
 PROMPTS_PER_STEP = 4
 TRAIN_PROMPTS = 512
-HELD_OUT_PROMPTS = 16
+HELD_OUT_PROMPTS = 32
 MAX_PROMPT_TOKENS = 3000
 MAX_RESPONSE_TOKENS = 10
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 6e-4
 EXTRA_ENVIRONMENT = {
     "longstraw": {},
     # verl registers its own engine for CUDA and NPU only; under this name it runs on a CPU too.
@@ -52,11 +52,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--strategy", choices=sorted(EXTRA_ENVIRONMENT), default="longstraw")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="default: runs/dapo_cpu/STRATEGY")
-    parser.add_argument("--data", type=Path, default=ROOT / "runs" / "dapo_cpu" / "data")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="default: runs/demo/STRATEGY")
+    parser.add_argument("--data", type=Path, default=ROOT / "runs" / "demo" / "data")
     args = parser.parse_args(words)
-    args.out = (args.out or ROOT / "runs" / "dapo_cpu" / args.strategy).resolve()
+    args.out = (args.out or ROOT / "runs" / "demo" / args.strategy).resolve()
     args.data = args.data.resolve()
     args.overrides = overrides
     return args
@@ -88,14 +88,17 @@ def overrides(strategy: str, steps: int, data: Path, out: Path) -> list[str]:
         "reward.custom_reward_function.name=compute_score",
         f"trainer.total_training_steps={steps}",
         "trainer.total_epochs=1000",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         "trainer.val_before_train=True",
         "trainer.test_freq=10",
         "trainer.save_freq=-1",
         "trainer.resume_mode=disable",
         "trainer.project_name=longstraw",
-        f"trainer.experiment_name=dapo_cpu_{strategy}",
+        f"trainer.experiment_name=demo_{strategy}",
         f"trainer.default_local_dir={out}/checkpoints",
         "trainer.logger=[console,file]",
+        f"hydra.run.dir={out}/hydra",
     ]
 
 

@@ -15,18 +15,19 @@ Curve = tuple[list[int], list[float]]
 # prefixes the numbers of the training engine with `actor/`.
 METRICS: dict[str, tuple[str, ...]] = {
     "training prompts": ("critic/score/mean", "critic/rewards/mean"),
-    "held-out prompts": ("val-core/longstraw/find_the_note/reward/mean@1",),
+    "held-out prompts": ("val-core/longstraw/find_the_note/acc/mean@1",),
     "step": ("timing_s/step",),
     "generation": ("timing_s/gen", "timing_s/generate_sequences"),
+    "decode": ("actor/longstraw/decode_seconds", "longstraw/decode_seconds"),
     "capture": ("actor/longstraw/capture_seconds", "longstraw/capture_seconds"),
     "score": ("actor/longstraw/score_seconds", "longstraw/score_seconds", "timing_s/old_log_prob"),
     "replay": ("actor/longstraw/replay_seconds", "longstraw/replay_seconds"),
     "update": ("timing_s/update_actor",),
     "prompt state": ("actor/longstraw/resident_state_bytes", "longstraw/resident_state_bytes"),
-    "worker process": ("actor/perf/cpu_memory_used_gb", "perf/cpu_memory_used_gb"),
+    "worker process": ("actor/perf/max_memory_allocated_gb", "perf/max_memory_allocated_gb"),
 }
 REWARDS = ("training prompts", "held-out prompts")
-TIMES = ("step", "generation", "capture", "score", "replay", "update")
+TIMES = ("step", "generation", "capture", "decode", "score", "replay", "update")
 
 
 def read_rows(path: Path) -> list[tuple[int, Row]]:
@@ -80,7 +81,7 @@ def draw(metrics: Path, png: Path, title: str) -> None:
     memory.set(title="memory", ylabel="resident prompt state, MiB", ylim=(0, None))
     process = memory.twinx()
     draw_lines(process, rows, ("worker process",))
-    process.set(ylabel="memory in use on this machine, GB", ylim=(0, None))
+    process.set(ylabel="peak memory of the worker process, GB", ylim=(0, None))
     for line in process.lines:
         line.set(color="tab:red", linestyle="--")
     merge_legends(memory, process)

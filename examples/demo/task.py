@@ -28,6 +28,7 @@ CODE_WORDS = (
     "copper dolphin engine feather glacier helmet insect jungle koala ladder magnet nickel orange"
 ).split()
 CODE_LENGTH = 4
+ABSTAIN = "unknown"
 NUM_NOTES = 4
 DATA_SOURCE = "longstraw/find_the_note"
 
