@@ -17,7 +17,18 @@ from longstraw_backend.oracle import Mode, Objective, Outcome, ordinary_training
 from longstraw_backend.tiny import tiny_model
 from longstraw_backend.walk import GroupWalk
 
-__all__ = ["BARS", "HYBRIDS", "VOCAB", "batch", "check", "model", "one_group", "ours", "theirs", "walk"]
+__all__ = [
+    "BARS",
+    "HYBRIDS",
+    "VOCAB",
+    "batch",
+    "check",
+    "model",
+    "one_group",
+    "ours",
+    "theirs",
+    "walk",
+]
 
 VOCAB = 311
 BARS = {torch.float64: 1e-9, torch.float32: 1e-5}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longstraw_backend.compare.distances import gradient_rel_l2
-from longstraw_backend.compare.sides import measured, replay_batch
+from longstraw_backend.compare.sides import measured
 from longstraw_backend.models import DrivenModel
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, Segment
