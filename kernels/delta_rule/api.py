@@ -38,8 +38,9 @@ def gated_delta_rule(
     state_BNKV: Tensor,
     *,
     scale: float | None = None,
+    final_state: bool = True,
     impl: Impl | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Run T tokens over a state.
 
     Args:
@@ -51,11 +52,12 @@ def gated_delta_rule(
         state_BNKV: state before the first token, [B, N, K, V]; float64 for float64 inputs, else
             float32. It is never written to.
         scale: factor on the output; K ** -0.5 by default.
+        final_state: whether the state after the last token is wanted.
         impl: ``reference`` or ``fla``; by default what the device and dtype ask for.
 
     Returns:
         The output [B, T, N, V] in the dtype of q, and the state after the last token, a new tensor
-        like ``state_BNKV``. Both are differentiable in all six inputs.
+        like ``state_BNKV``, or None. Both are differentiable in all six inputs.
 
     Raises:
         ValueError: a shape, dtype or device does not fit; the text says which.
@@ -68,7 +70,7 @@ def gated_delta_rule(
     wide = state_BNKV.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        return rule(q, k, v_BTNV, g_BTN.to(wide), beta_BTN.to(wide), state_BNKV, scale)
+        return rule(q, k, v_BTNV, g_BTN.to(wide), beta_BTN.to(wide), state_BNKV, scale, final_state)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:

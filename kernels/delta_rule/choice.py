@@ -22,8 +22,9 @@ __all__ = ["IMPLS", "Impl", "check_fla", "choose_impl", "get_rule"]
 
 Impl = Literal["reference", "fla"]
 IMPLS: tuple[str, ...] = get_args(Impl)
-Rule = Callable[..., tuple[Tensor, Tensor]]
-"""From q, k, v, g, beta, state and scale, with as many key as value heads, to output and state."""
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+"""From q, k, v, g, beta, state, scale and whether the final state is wanted, to output and state;
+as many key as value heads."""
 
 _WRONG_ON_HOPPER = Version("3.4"), Version("3.7.1")
 
@@ -77,17 +78,24 @@ def _fla_rule() -> Rule:
     kernel = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
     def rule(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        scale: float,
+        final_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         output, final = kernel(
             q.contiguous(),
             k.contiguous(),
             v.contiguous(),
             g=g,
-            beta=beta,
+            beta=beta.to(q.dtype),  # the combination that is widely run
             scale=scale,
             initial_state=state.contiguous(),
-            output_final_state=True,
+            output_final_state=final_state,
         )
         return output, final
 

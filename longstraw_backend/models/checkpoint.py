@@ -34,9 +34,10 @@ _INDEX = "model.safetensors.index.json"
 
 def is_wrapped(config: Any) -> bool:
     """Whether a configuration is of a checkpoint that holds more than a supported text model."""
-    kind = getattr(config, "model_type", None)
-    text = getattr(getattr(config, "text_config", None), "model_type", None)
-    return any(f.model_types.get(kind) == text is not None for f in FAMILIES if kind != text)
+    kind = str(getattr(config, "model_type", None))
+    inner = getattr(getattr(config, "text_config", None), "model_type", None)
+    expected = next((f.model_types[kind] for f in FAMILIES if kind in f.model_types), None)
+    return expected is not None and inner == expected != kind
 
 
 def text_config(config: Any) -> Any:

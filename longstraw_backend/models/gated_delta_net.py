@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from longstraw_backend.kernels.delta_rule import gated_delta_rule
 from longstraw_backend.state import Recurrent
@@ -46,9 +47,9 @@ def _forward(
     # float32 as in the stock module, also for float64 models
     decay = -mixer.A_log.float().exp() * F.softplus(a_BTN.float() + mixer.dt_bias)
     out_BTNV, recurrent = gated_delta_rule(
-        _unit(q), _unit(k), v, decay, b_BTN.sigmoid(), before.recurrent
+        _unit(q), _unit(k), v, decay, b_BTN.sigmoid(), before.recurrent, final_state=walk.commit
     )
-    if walk.commit:
+    if recurrent is not None:
         walk.segment.write(mixer.layer_idx, conv, recurrent)
     dim = mixer.head_v_dim
     normed: Tensor = mixer.norm(out_BTNV.reshape(-1, dim), z.reshape(-1, dim))
@@ -93,7 +94,9 @@ def _convolved(mixer: Any, x_BTC: Tensor, before_BCW: Tensor) -> tuple[Tensor, T
     """
     columns = torch.cat([before_BCW, x_BTC.transpose(1, 2)], dim=2)
     weight, bias = mixer.conv1d.weight, mixer.conv1d.bias
-    mixed = mixer.act(F.conv1d(columns, weight, bias, groups=columns.shape[1]))
+    mixed: Tensor = ACT2FN[mixer.activation](
+        F.conv1d(columns, weight, bias, groups=columns.shape[1])
+    )
     return mixed.transpose(1, 2), columns[:, :, -before_BCW.shape[2] :].clone()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,66 +9,7 @@ from torch import Tensor
 from longstraw_backend.kernels.delta_rule import choose_impl, gated_delta_rule
 from longstraw_backend.kernels.delta_rule.choice import check_fla
 from tests.kernels.accuracy import assert_as_accurate
-
-NAMES = ("q", "k", "v", "g", "beta", "state")
-
-
-class Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    state: Tensor
-
-
-def inputs(
-    tokens: int, dtype: torch.dtype = torch.float64, rows: int = 2, seed: int = 0, **sizes: int
-) -> Inputs:
-    """Two key heads of 5 and four value heads of 3, keys of length 1, heads that do remember."""
-    m, n, k, v = (sizes.get(name, size) for name, size in zip("mnkv", (2, 4, 5, 3), strict=True))
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
-
-    unit = torch.nn.functional.normalize
-    wide = torch.promote_types(dtype, torch.float32)
-    return Inputs(
-        unit(noise(tokens, m, k), dim=-1).to(dtype),
-        unit(noise(tokens, m, k), dim=-1).to(dtype),
-        noise(tokens, n, v).to(dtype),
-        (-noise(tokens, n).abs() * 0.1).to(wide),
-        noise(tokens, n).sigmoid().to(wide),
-        noise(n, k, v).to(wide),
-    )
-
-
-def by_definition(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Token by token, from the formula."""
-    groups = x.v.shape[2] // x.q.shape[2]
-    q, k = (t.repeat_interleave(groups, dim=2) for t in (x.q, x.k))
-    state, outputs = x.state, []
-    for t in range(q.shape[1]):
-        state = state * x.g[:, t, :, None, None].exp()
-        error = x.v[:, t] - torch.einsum("bnkv,bnk->bnv", state, k[:, t])
-        write = x.beta[:, t, :, None] * error
-        state = state + torch.einsum("bnk,bnv->bnkv", k[:, t], write)
-        outputs.append(torch.einsum("bnkv,bnk->bnv", state, q[:, t]) * q.shape[-1] ** -0.5)
-    return torch.stack(outputs, 1), state
-
-
-def gradients(run: Any, x: Inputs) -> list[Tensor]:
-    """Output, final state and six gradients, for fixed cotangents of both results."""
-    leaves = Inputs(*(t.detach().clone().requires_grad_() for t in x))
-    output, state = run(leaves)
-    generator = torch.Generator().manual_seed(9)
-    cotangents = [
-        torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
-        for t in (output, state)
-    ]
-    torch.autograd.backward([output, state], cotangents)
-    return [output.detach(), state.detach(), *(t.grad for t in leaves)]  # type: ignore[misc]
+from tests.kernels.delta_rule_inputs import Inputs, by_definition, gradients, in_float32, inputs
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 150])
@@ -79,7 +18,7 @@ def test_matches_the_definition(tokens: int) -> None:
     results = zip(
         gradients(lambda x: gated_delta_rule(*x), x), gradients(by_definition, x), strict=True
     )
-    for name, (found, expected) in zip(("output", "final", *NAMES), results, strict=True):
+    for name, (found, expected) in zip(("output", "final", *Inputs._fields), results, strict=True):
         assert found.dtype == torch.float64
         assert torch.allclose(found, expected, rtol=1e-11, atol=1e-12), name
 
@@ -117,19 +56,20 @@ def test_gradcheck_over_a_chunk_border() -> None:
 def test_is_as_accurate_as_the_definition(dtype: torch.dtype) -> None:
     x = inputs(130, dtype)
     exact = gradients(by_definition, Inputs(*(t.double() for t in x)))
-
-    def plain(x: Inputs) -> tuple[Tensor, Tensor]:
-        output, state = by_definition(Inputs(*(t.float() for t in x)))
-        return output.to(dtype), state
-
     found = gradients(lambda x: gated_delta_rule(*x), x)
-    assert_as_accurate(found, gradients(plain, x), exact, conditioning=4)
+    assert_as_accurate(found, gradients(in_float32, x), exact, conditioning=4)
 
 
 def test_strong_decay_neither_overflows_nor_loses_gradients() -> None:
     x = inputs(100, torch.float32)
     x = x._replace(g=x.g * 1000)
     assert all(t.isfinite().all() for t in gradients(lambda x: gated_delta_rule(*x), x))
+
+
+def test_output_is_the_same_bits_without_a_final_state() -> None:
+    x = inputs(70, torch.float32)
+    output, nothing = gated_delta_rule(*x, final_state=False)
+    assert nothing is None and torch.equal(output, gated_delta_rule(*x)[0])
 
 
 def test_the_state_given_is_left_alone() -> None:
