@@ -18,7 +18,9 @@ class LongStrawConfig:
     Attributes:
         gradient: ``response_only`` trains responses against a constant prompt state (LongStraw,
             arXiv 2607.14952); it is not full-sequence training.
-        chunk_tokens: prompt tokens per capture chunk. It need not divide the prompt.
+        chunk_tokens: prompt tokens per capture chunk. It need not divide the prompt. For models
+            with gated-delta-net layers prefer a multiple of 64, the chunk of the delta rule, which
+            otherwise ends each capture chunk with a shorter one.
         page_tokens: tokens per contiguous key/value buffer; longer segments use several.
         head_chunk_tokens: tokens whose logits exist at one time.
         state_budget_gb: prompt states kept for reuse, in GiB per rank; the one in use always fits.

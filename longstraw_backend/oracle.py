@@ -6,15 +6,16 @@ a conventional trainer does, and one of two gradients comes out:
     full        through the prompt as well: d/dtheta l(theta, z_P(theta))
     detached    z_P held constant: dl/dtheta |z_P; ``gradient: response_only`` must equal it exactly
 
-The prompt boundary lies after token P - 2, as in a walk: keys and values of the first P - 1 tokens
-are detached in every layer, the last prompt token belongs to the response side.
+The prompt boundary lies after token P - 2, as in a walk: what the first P - 1 tokens hand on is
+detached in every layer, the last prompt token belongs to the response side. Attention layers hand
+on keys and values; gated-delta-net layers are in ``oracle_delta_net.py``.
 
 Legend: P prompt tokens, R response tokens, K key/value heads, S tokens, H head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,7 @@ from transformers import DynamicCache
 
 from longstraw_backend.groups import Group, Row
 from longstraw_backend.kernels.logprob_head import LogProbs
+from longstraw_backend.oracle_delta_net import gated_delta_nets
 
 __all__ = [
     "Mode",
@@ -94,31 +96,38 @@ class _DetachedPrompt(DynamicCache):  # type: ignore[misc]
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self._cut(k), self._cut(v)
 
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
     def _cut(self, x_BKSH: Tensor) -> Tensor:
         before, after = x_BKSH[:, :, : self.boundary], x_BKSH[:, :, self.boundary :]
         return torch.cat([before.detach(), after], dim=2)
 
 
-def _no_cache(kind: str, boundary: int) -> None:
-    """Full-sequence training: nothing stands between a token and those before it."""
+_DETACHED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
+"""By ``model_type``: families all of whose prompt state is known here."""
 
 
-def _detached_cache(kind: str, boundary: int) -> Any:
-    """A cache that detaches what the family carries forward from the prompt."""
-    if kind not in _DETACHED:
+def _detached_from(config: Any, mode: Mode, boundary: int) -> int | None:
+    """How many tokens are held constant; None for full-sequence training."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
+    if mode == "full":
+        return None
+    if config.model_type not in _DETACHED:
         raise ValueError(
             f"model_type: expected one of {', '.join(_DETACHED)} to detach the prompt state, got "
-            f"{kind!r}; compare it against 'full'"
+            f"{config.model_type!r}; compare it against 'full'"
         )
-    return _DETACHED[kind](boundary)
-
-
-_DETACHED: dict[str, Callable[[int], Any]] = dict.fromkeys(
-    ("llama", "qwen2", "qwen3", "qwen3_moe"), _DetachedPrompt
-)
-"""By ``model_type``: what stands in for the prompt state of a pass, from the boundary on."""
-
-_CACHES: dict[str, Callable[[str, int], Any]] = {"full": _no_cache, "detached": _detached_cache}
+    return boundary
 
 
 def ordinary_log_probs(
@@ -147,17 +156,16 @@ def ordinary_log_probs(
     Raises:
         ValueError: the mode is unknown, or has no meaning for the model's family.
     """
-    if mode not in _CACHES:
-        raise ValueError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
-    config: Any = model.config
-    cache = _CACHES[mode](config.model_type, prompt.numel() - 1)
+    boundary = _detached_from(model.config, mode, prompt.numel() - 1)
+    cache = None if boundary is None else _DetachedPrompt(boundary)
     tokens = torch.cat([prompt, response]).to(next(model.parameters()).device)
-    out = model(
-        input_ids=tokens[None],
-        past_key_values=cache,
-        use_cache=cache is not None,
-        logits_to_keep=response.numel() + 1,
-    )
+    with gated_delta_nets(model, boundary):
+        out = model(
+            input_ids=tokens[None],
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=response.numel() + 1,
+        )
     logits = out.logits[0, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_p = logits.log_softmax(-1)

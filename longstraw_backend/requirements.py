@@ -77,7 +77,11 @@ PACKAGES = (
         "gpu",
     ),
     Package(
-        "flash-linear-attention", "fla", "fast linear-attention layers on a GPU", "optional", "gpu"
+        "flash-linear-attention",
+        "fla",
+        "gated-delta-net layers on a GPU (Qwen3.5, Qwen3-Next)",
+        "optional",
+        "gpu",
     ),
     Package(
         "triton",

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longstraw_backend.models import SUPPORTED
+from longstraw_backend.models.families import text_model_type
 
 __all__ = ["tiny_model"]
 
@@ -23,9 +24,30 @@ _COMMON: dict[str, Any] = dict(
     max_position_embeddings=1 << 22,
     tie_word_embeddings=False,
 )
+_PARTIAL_ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+# The gated norm of these families is float32 in float64 models too, and torch's CPU loops round the
+# last few elements of a tensor differently: 64 values a token leave no such elements.
+_GATED_DELTA_NET: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+    rope_parameters=_PARTIAL_ROPE,
+)
+_QWEN3_5: dict[str, Any] = _GATED_DELTA_NET | dict(
+    rope_parameters=_PARTIAL_ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+)
 _MOE: dict[str, Any] = dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1
 )
+_SHARED_EXPERT: dict[str, Any] = dict(shared_expert_intermediate_size=32)
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _MOE,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5 | _MOE | _SHARED_EXPERT,
+    "qwen3_next": _GATED_DELTA_NET | _MOE | _SHARED_EXPERT,
+}
 
 
 def tiny_model(
@@ -43,16 +65,21 @@ def tiny_model(
     if family not in SUPPORTED:
         raise ValueError(f"family: expected one of {', '.join(SUPPORTED)}, got {family!r}")
     torch.manual_seed(seed)
-    values = _COMMON | (_MOE if family.endswith("_moe") else {}) | options
-    config = AutoConfig.for_model(family, **values)
-    model: nn.Module = (
-        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    config = AutoConfig.for_model(
+        text_model_type(family), **(_COMMON | _OPTIONS.get(family, {}) | options)
     )
-    if (
-        dtype == torch.float64
-        and hasattr(model, "set_experts_implementation")
-        and "num_experts" in values
-    ):
-        implementation: Any = model.set_experts_implementation
-        implementation("eager")  # the grouped kernels refuse float64
-    return model
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            _remember_long(layer.linear_attn)
+    model = model.to(dtype).eval()
+    if dtype == torch.float64 and getattr(config, "num_experts", None):
+        model.set_experts_implementation("eager")  # the grouped kernels refuse float64
+    return model  # type: ignore[no-any-return]
+
+
+def _remember_long(mixer: Any) -> None:
+    """Heads that forget within ten to a thousand tokens: stock ones do within one or two, and a
+    wrong state at a boundary would not show."""
+    rates = torch.logspace(-3, -1, mixer.num_v_heads)
+    mixer.A_log.data.copy_(rates.log())

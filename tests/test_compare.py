@@ -49,7 +49,8 @@ def _compare(**options: Any) -> Comparison:
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_float64_is_within_its_bars(family: str) -> None:
     found = _compare(family=family, dtype="float64")
-    assert found.bars == {"logprob_max_abs": 1e-9, "grad_rel_l2": 1e-9}
+    hybrid = family in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+    assert found.bars == {"logprob_max_abs": 1e-9, "grad_rel_l2": 1e-7 if hybrid else 1e-9}
     assert found.within_bars
     assert found.apart.grad_cosine == pytest.approx(1, abs=1e-12)
     assert found.apart.loss_rel <= 1e-9

@@ -17,6 +17,7 @@ Run one batch of groups through capture, score and replay, and through ordinary 
 model, and report how far they are apart, how long each took and how much memory each needed.
 
 Exit code 0: within the bars (float64 1e-9, float32 1e-5 for log-probs and for the gradient;
+1e-7 for the float64 gradient of gated-delta-net families, whose stock modules are partly float32;
 bfloat16 twice the ordinary trainer's own error against float32; score and replay bitwise equal).
 1: not within them. 2: bad arguments.
 """
@@ -32,7 +33,9 @@ def add_parser(subparsers: Any) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--family", help="tiny random model: llama, qwen2, qwen3 (default) or qwen3_moe"
+        "--family",
+        help="tiny random model: llama, qwen2, qwen3 (default), qwen3_moe, qwen3_5, qwen3_5_moe "
+        "or qwen3_next",
     )
     which.add_argument("--model", metavar="PATH", help="a causal LM to load")
     _add_counts(parser)

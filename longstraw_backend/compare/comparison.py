@@ -19,7 +19,7 @@ from longstraw_backend.walk import Meter
 
 from .distances import Distance, bitwise_equal, distance
 from .inputs import add_adapters, base_model, batch
-from .settings import BARS, Settings
+from .settings import BARS, DELTA_NET_GRADIENT_BAR, Settings
 from .sides import Measured, driven, measured, ordinary, replay_batch, score_batch, walk_of
 
 __all__ = ["Comparison", "compare"]
@@ -36,6 +36,7 @@ class Comparison:
         peak_bytes: tensor bytes at the peak above what was allocated before, per side.
         phases: our seconds of capture and of replay.
         float32_error: per side, its distance from the same training in float32; bfloat16 only.
+        delta_net: the model has gated-delta-net layers.
     """
 
     settings: Settings
@@ -45,13 +46,17 @@ class Comparison:
     peak_bytes: dict[str, int]
     phases: dict[str, float]
     float32_error: dict[str, Distance] | None
+    delta_net: bool = False
 
     @property
     def bars(self) -> dict[str, float]:
         """Largest allowed value by number; the gradient's only if both sides mean the same one."""
         names = ["logprob_max_abs", *(["grad_rel_l2"] if self.settings.gradient_is_ours else [])]
         if self.float32_error is None:
-            return dict.fromkeys(names, BARS[self.settings.dtype])
+            bars = dict.fromkeys(names, BARS[self.settings.dtype])
+            if self.delta_net and "grad_rel_l2" in bars:
+                bars["grad_rel_l2"] = max(bars["grad_rel_l2"], DELTA_NET_GRADIENT_BAR)
+            return bars
         stock = asdict(self.float32_error["reference"])
         return {f"float32_error.{_BF16[name]}": 2 * stock[_BF16[name]] for name in names}
 
@@ -110,6 +115,7 @@ def compare(settings: Settings) -> Comparison:
         {"longstraw": ours.peak_bytes, "reference": theirs.peak_bytes},
         phases,
         errors,
+        "linear_attention" in (getattr(config, "layer_types", None) or ()),
     )
 
 

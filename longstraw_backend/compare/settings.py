@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["BARS", "Against", "Settings"]
+__all__ = ["BARS", "DELTA_NET_GRADIENT_BAR", "Against", "Settings"]
 
 Against = Literal["detached", "full", "verl-fsdp2"]
 Dtype = Literal["float32", "float64", "bfloat16"]
@@ -17,6 +17,10 @@ BARS = {"float64": 1e-9, "float32": 1e-5}
 bfloat16 has no such bar: both sides are measured against float32, and ours may be off by twice the
 error of the ordinary trainer.
 """
+
+DELTA_NET_GRADIENT_BAR = 1e-7
+"""Of the gradient in float64, for gated-delta-net families: their stock modules sum the gradients
+of decay and gated norm in float32, in an order that depends on how many tokens there are."""
 
 _COUNTS = {"prompt": 1, "response": 1, "group": 1, "prompts": 1, "chunk": 1, "seed": 0, "lora": 0}
 _CHOICES = {"against": Against, "dtype": Dtype, "device": Device}

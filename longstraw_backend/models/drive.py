@@ -1,10 +1,10 @@
 """Drive a stock causal language model over segments.
 
-Four seams of the stock module are used: its attention function (registered as ``longstraw``, with
-no mask function, so that no [S, T] mask is built), the forward of the causal-LM class (which takes
-a walk instead of a cache), the forward of the output embedding (so that the log-prob head runs
-where FSDP has the weight gathered), and the forward of each decoder layer (activation checkpointing
-that keeps the walk, which Hugging Face's own drops).
+Seams of the stock module: its attention function (``attention.py``), the forward of mixers that
+can't be driven as they are (``families.py`` says which), the forward of the causal-LM class (which
+takes a walk instead of a cache), the forward of the output embedding (so that the log-prob head
+runs where FSDP has the weight gathered), and the forward of each decoder layer (activation
+checkpointing that keeps the walk, which Hugging Face's own drops).
 What a call needs to know travels as the keyword ``longstraw``; nothing is hung on a global.
 """
 
@@ -18,36 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longstraw_backend.kernels.segment_attention import segment_attention
-from longstraw_backend.state import Segment
+from longstraw_backend.state import NewLayerState, Segment
 
-from .families import check_supported
+from .attention import ATTENTION
+from .context import Head, Walk
+from .families import check_supported, mixers_of
 
-__all__ = ["ATTENTION", "DrivenModel", "Walk", "drive"]
-
-ATTENTION = "longstraw"
-Head = Callable[[Tensor, Tensor, Callable[..., Tensor]], tuple[Tensor, ...]]
-"""From hidden states [B, T, D], output embedding [V, D] and its stock forward to what is wanted."""
-
-
-@dataclass(frozen=True)
-class Walk:
-    """One call of the model: over which state, and what to return.
-
-    Attributes:
-        segment: state of all earlier tokens.
-        commit: write the new tokens' keys and values to the segment (capture, decode) or leave the
-            state as it is (score, replay).
-        head: what to return; None returns nothing.
-        checkpointing: recompute each decoder layer in the backward.
-    """
-
-    segment: Segment
-    commit: bool
-    head: Head | None
-    checkpointing: bool = False
+__all__ = ["DrivenModel", "drive"]
 
 
 @dataclass(frozen=True)
@@ -56,17 +34,17 @@ class DrivenModel:
 
     Attributes:
         module: the outermost wrapper (peft, FSDP): the one to call.
-        num_layers: decoder layers.
+        new_states: one a decoder layer: makes the state that the layer leaves in a segment.
         device: where it computes, which need not be where its parameters rest.
     """
 
     module: nn.Module
-    num_layers: int
+    new_states: tuple[NewLayerState, ...]
     device: torch.device
 
     def segment(self, capacity: int, page_tokens: int) -> Segment:
         """An empty root segment."""
-        return Segment(self.num_layers, capacity, page_tokens)
+        return Segment([new(capacity, page_tokens) for new in self.new_states], capacity)
 
 
 def drive(model: nn.Module) -> DrivenModel:
@@ -85,10 +63,12 @@ def drive(model: nn.Module) -> DrivenModel:
     stock.set_attn_implementation(ATTENTION)
     stock.forward = partial(_causal_lm_forward, model)
     stock.lm_head.forward = partial(_lm_head_forward, stock.lm_head, stock.lm_head.forward)
-    for layer in stock.model.layers:
+    mixers = mixers_of(stock.config)
+    for layer, mixer in zip(stock.model.layers, mixers, strict=True):
+        mixer.install(layer)
         layer.forward = partial(_layer_forward, layer.forward)
     device = next(model.parameters()).device
-    return DrivenModel(model, stock.config.num_hidden_layers, device)
+    return DrivenModel(model, tuple(mixer.state for mixer in mixers), device)
 
 
 def _causal_lm_forward(
@@ -120,39 +100,3 @@ def _layer_forward(forward: Callable[..., Any], hidden: Tensor, **kwargs: Any) -
             partial(forward, **kwargs), hidden, use_reentrant=False, preserve_rng_state=False
         )
     return forward(hidden, **kwargs)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    longstraw: Walk | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    if longstraw is None or attention_mask is not None:
-        raise ValueError(
-            "attention 'longstraw': expected a walk and no mask; "
-            "call longstraw_backend.walk.advance"
-        )
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    query, key, value = _common_dtype(query, key, value)
-    out = segment_attention(query, key, value, longstraw.segment.resident(layer), scale=scaling)
-    if longstraw.commit:
-        longstraw.segment.write(layer, key, value)
-    return out.transpose(1, 2), None
-
-
-def _common_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast norms leave q and k wider than v; attention takes one dtype."""
-    device = tensors[0].device.type
-    dtype = (
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
-    )
-    return [t.to(dtype) for t in tensors]
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)

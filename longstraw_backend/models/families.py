@@ -1,15 +1,122 @@
-"""Which model families are supported, and by name which of their options are not."""
+"""Which model families are supported: what each of their layers needs, and what is refused by name.
+
+A family is a set of Hugging Face model types whose layers mix tokens in the same ways. To add one,
+write its mixers (state, and what of the stock module is replaced) and list it in ``FAMILIES``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-__all__ = ["SUPPORTED", "check_no_dropout", "check_supported"]
+from longstraw_backend.state import KVPages, NewLayerState, RecurrentState
 
-SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Hugging Face ``model_type`` of the dense grouped-query families: state is K and V alone."""
+from . import gated_delta_net
+
+__all__ = [
+    "FAMILIES",
+    "SUPPORTED",
+    "Family",
+    "Mixer",
+    "check_no_dropout",
+    "check_supported",
+    "family_name",
+    "mixers_of",
+    "text_model_type",
+]
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """How one type of layer is driven.
+
+    Attributes:
+        state: makes what a segment holds for such a layer.
+        install: replaces, in one decoder layer, what can't be driven as it is.
+    """
+
+    state: NewLayerState
+    install: Callable[[Any], None] = lambda decoder_layer: None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Model types that are driven alike.
+
+    Attributes:
+        model_types: by the name we and ``AutoConfig`` give a family, the ``model_type`` of its text
+            model's configuration.
+        mixers: by entry of ``config.layer_types``.
+    """
+
+    model_types: Mapping[str, str]
+    mixers: Mapping[str, Mixer]
+
+
+_ATTENTION = Mixer(KVPages)
+_GATED_DELTA_NET = Mixer(RecurrentState, gated_delta_net.install)
+
+FAMILIES = (
+    Family(
+        {name: name for name in ("llama", "qwen2", "qwen3", "qwen3_moe")},
+        {"full_attention": _ATTENTION},
+    ),
+    Family(
+        {
+            "qwen3_5": "qwen3_5_text",
+            "qwen3_5_moe": "qwen3_5_moe_text",
+            "qwen3_next": "qwen3_next",
+        },
+        {"full_attention": _ATTENTION, "linear_attention": _GATED_DELTA_NET},
+    ),
+)
+SUPPORTED = tuple(name for family in FAMILIES for name in family.model_types)
+"""The names of all supported model types."""
+
+
+def family_name(config: Any) -> str:
+    """The name of a text model's family, one of ``SUPPORTED``.
+
+    Raises:
+        ValueError: it is not supported, or holds more than a text model.
+    """
+    kind = getattr(config, "model_type", None)
+    for family in FAMILIES:
+        for name, text_type in family.model_types.items():
+            if kind == text_type:
+                return name
+            if kind == name:
+                raise ValueError(
+                    f"model_type: {kind!r} with a vision tower is not supported, prompts are "
+                    "text; load the checkpoint with AutoModelForCausalLM: it takes the text model"
+                )
+    raise ValueError(f"model_type: {kind!r} is not supported; supported are {', '.join(SUPPORTED)}")
+
+
+def text_model_type(name: str) -> str:
+    """The ``model_type`` of the text model of a family, one of ``SUPPORTED``."""
+    return next(f.model_types[name] for f in FAMILIES if name in f.model_types)
+
+
+def mixers_of(config: Any) -> list[Mixer]:
+    """The mixer of each layer.
+
+    Raises:
+        ValueError: the family, or one of its layers, is not supported.
+    """
+    name = family_name(config)
+    known = next(f.mixers for f in FAMILIES if name in f.model_types)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    unknown = ", ".join(sorted(set(types) - known.keys()))
+    if unknown or getattr(config, "use_sliding_window", False):
+        found = unknown or "use_sliding_window=True"
+        raise ValueError(
+            f"layer_types: only {' and '.join(known)} is supported for {name}, got {found}"
+        )
+    return [known[kind] for kind in types]
 
 
 def check_supported(config: Any) -> None:
@@ -18,15 +125,7 @@ def check_supported(config: Any) -> None:
     Args:
         config: the Hugging Face configuration of the text model.
     """
-    kind = getattr(config, "model_type", None)
-    if kind not in SUPPORTED:
-        raise ValueError(
-            f"model_type: {kind!r} is not supported; supported are {', '.join(SUPPORTED)}"
-        )
-    mixers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if mixers or getattr(config, "use_sliding_window", False):
-        found = ", ".join(sorted(mixers)) or "use_sliding_window=True"
-        raise ValueError(f"layer_types: only full_attention is supported for {kind}, got {found}")
+    mixers_of(config)
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(
             f"attention_dropout: {config.attention_dropout} is not supported, scoring and replay "

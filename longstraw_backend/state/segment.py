@@ -6,14 +6,13 @@ continuation or a turn is a branch on top. A segment is immutable while somethin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
-from longstraw_backend.kernels.segment_attention import Page
-
-from .pages import KVPages
+from .layer import LayerState
 
 __all__ = ["Segment"]
 
@@ -22,18 +21,18 @@ class Segment:
     """State of the tokens at absolute positions [start, stop) of a path.
 
     Owned by whoever created it, on one rank; lives until dropped by its owner. ``length`` tokens
-    are visible; ``capacity`` is fixed at creation and is what memory is allocated for.
+    are visible; ``capacity`` is fixed at creation and is what memory is allocated for. ``layers``
+    are empty states, one a layer, of the kind that the layer's mixer needs.
     """
 
     def __init__(
-        self, num_layers: int, capacity: int, page_tokens: int, parent: Segment | None = None
+        self, layers: Sequence[LayerState], capacity: int, parent: Segment | None = None
     ) -> None:
         self.parent = parent
         self.start = parent.stop if parent is not None else 0
         self.length = 0
         self.capacity = capacity
-        self._layers = [KVPages(capacity, page_tokens) for _ in range(num_layers)]
-        self._page_tokens = page_tokens
+        self._layers = layers
         self._holds = 0
 
     @property
@@ -46,19 +45,25 @@ class Segment:
         """Bytes of this segment alone, parents excluded."""
         return sum(layer.nbytes for layer in self._layers)
 
-    def resident(self, layer: int) -> list[Page]:
-        """Pages of all visible tokens from position 0, parents first."""
+    def resident(self, layer: int) -> list[Any]:
+        """State of all visible tokens from position 0 in pieces of the layer's kind, parents first.
+
+        Pages add up; of recurrent states the last stands for all before it.
+        """
         below = self.parent.resident(layer) if self.parent is not None else []
         return below + self._layers[layer].visible(self.length)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Lay new keys and values after the visible tokens; :meth:`commit` makes them visible."""
+    def write(self, layer: int, *values: Tensor) -> None:
+        """Lay what new tokens leave after the visible ones; :meth:`commit` makes it visible."""
         self._check_free()
-        self._layers[layer].write(self.length, k, v)
+        self._layers[layer].write(self.length, *values)
 
     def commit(self, tokens: int) -> None:
         """Make ``tokens`` written tokens of every layer visible."""
         self._check_free()
+        assert self.length + tokens <= self.capacity, f"segment holds {self.capacity} tokens"
+        for layer in self._layers:
+            layer.commit(self.length + tokens)
         self.length += tokens
 
     def _check_free(self) -> None:
@@ -81,4 +86,4 @@ class Segment:
     def branch(self, capacity: int) -> Iterator[Segment]:
         """A segment on top of this one; popped, with its state, at the end of the block."""
         with self.hold():
-            yield Segment(len(self._layers), capacity, self._page_tokens, parent=self)
+            yield Segment([layer.empty(capacity) for layer in self._layers], capacity, parent=self)

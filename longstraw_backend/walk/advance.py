@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longstraw_backend.models.drive import DrivenModel, Head, Walk
+from longstraw_backend.models import DrivenModel, Head, Walk
 from longstraw_backend.state import Segment
 
 __all__ = ["advance"]
@@ -29,7 +29,7 @@ def advance(
 
     Args:
         tokens_BT: token ids after ``segment``, [B, T] int64; B > 1 only where the rows share all
-            state or each page has B rows.
+            state or each state has B rows.
         segment: state of all earlier tokens; extended by T tokens if ``commit``.
         head: what to return, from the last hidden states; None for a capture.
 

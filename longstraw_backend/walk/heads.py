@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longstraw_backend.kernels.logprob_head import LogProbs, logprob_head
-from longstraw_backend.models.drive import Head
+from longstraw_backend.models import Head
 
 __all__ = ["last_logits", "log_probs_head"]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from longstraw_backend.models import SUPPORTED, check_supported, drive
 from longstraw_backend.models.families import check_no_dropout
+from longstraw_backend.oracle_delta_net import gated_delta_nets
 from longstraw_backend.tiny import tiny_model
 from longstraw_backend.walk import advance
 from longstraw_backend.walk.heads import last_logits
@@ -34,7 +35,8 @@ def test_inner_model_without_a_walk_raises() -> None:
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_one_block_gives_the_stock_logits(family: str) -> None:
     stock = tiny_model(family, dtype=torch.float64, initializer_range=0.1)
-    expected = stock(input_ids=TOKENS).logits[:, -1]
+    with gated_delta_nets(stock, None):
+        expected = stock(input_ids=TOKENS).logits[:, -1]
     driven = drive(stock)
     (found,) = advance(driven, TOKENS, driven.segment(0, 1), commit=False, head=last_logits)
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)

@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstraw_backend.state import Segment
+from longstraw_backend.state import KVPages, Segment
 
 LAYERS = 2
+
+
+def root_segment(tokens: int, page_tokens: int) -> Segment:
+    """An empty segment of attention layers."""
+    return Segment([KVPages(tokens, page_tokens) for _ in range(LAYERS)], tokens)
 
 
 def extend(segment: Segment, first: int, count: int) -> None:
@@ -33,13 +38,13 @@ def seen(segment: Segment, layer: int) -> list[int]:
 
 
 def prompt(tokens: int = 5, page_tokens: int = 2) -> Segment:
-    segment = Segment(LAYERS, tokens, page_tokens)
+    segment = root_segment(tokens, page_tokens)
     extend(segment, 0, tokens)
     return segment
 
 
 def test_written_tokens_are_visible_only_after_commit() -> None:
-    segment = Segment(LAYERS, 5, 2)
+    segment = root_segment(5, 2)
     segment.write(0, *content(0, 0, 3))
     assert seen(segment, 0) == [] and segment.stop == 0
     segment.write(1, *content(1, 0, 3))
@@ -82,7 +87,7 @@ def test_siblings_do_not_see_each_other() -> None:
 
 @pytest.mark.parametrize("by", ["branch", "hold"])
 def test_a_segment_is_immutable_while_something_stands_on_it(by: str) -> None:
-    root = Segment(LAYERS, 9, 4)
+    root = root_segment(9, 4)
     extend(root, 0, 5)
     with root.branch(1) if by == "branch" else root.hold():
         with pytest.raises(ValueError) as error:
@@ -96,7 +101,7 @@ def test_a_segment_is_immutable_while_something_stands_on_it(by: str) -> None:
 
 
 def test_holds_nest_and_end_with_an_exception_too() -> None:
-    root = Segment(LAYERS, 9, 4)
+    root = root_segment(9, 4)
     with pytest.raises(KeyError), root.hold():
         with root.branch(1):
             pass
@@ -107,7 +112,7 @@ def test_holds_nest_and_end_with_an_exception_too() -> None:
 
 
 def test_a_walk_that_failed_half_way_can_be_repeated() -> None:
-    segment = Segment(LAYERS, 5, 2)
+    segment = root_segment(5, 2)
     extend(segment, 0, 1)
     segment.write(0, *content(0, 70, 3))  # the second layer fails: nothing is committed
     assert seen(segment, 0) == [0] and segment.length == 1
@@ -116,7 +121,7 @@ def test_a_walk_that_failed_half_way_can_be_repeated() -> None:
 
 
 def test_a_prompt_of_one_token_leaves_an_empty_segment() -> None:
-    empty = Segment(LAYERS, 0, 4)
+    empty = root_segment(0, 4)
     assert empty.resident(0) == [] and empty.nbytes == 0
     with empty.branch(2) as branch:
         extend(branch, 0, 2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from longstraw_backend.state import PromptKey, PromptStore, Segment
+from longstraw_backend.state import KVPages, PromptKey, PromptStore, Segment
 
 BYTES = 2 * 3 * 4  # k and v of three tokens, one head of dim 1, float32
 
 
 def state(tokens: int = 3) -> Segment:
-    segment = Segment(1, tokens, 100)
+    segment = Segment([KVPages(tokens, 100)], tokens)
     segment.write(0, *(torch.zeros(1, 1, tokens, 1) for _ in range(2)))
     segment.commit(tokens)
     return segment

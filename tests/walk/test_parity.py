@@ -11,7 +11,7 @@ import torch
 from longstraw_backend.compare.distances import bitwise_equal, distance
 from longstraw_backend.compare.sides import replay_batch, score_batch
 from longstraw_backend.models import SUPPORTED
-from tests.walk.cases import batch, check, model, one_group, ours, theirs, walk
+from tests.walk.cases import HYBRIDS, batch, check, model, one_group, ours, theirs, walk
 
 MIXED = [(40, 9), (23, 1), (40, 1), (23, 14), (40, 0), (40, 4)]
 """Two prompts, rows in mixed order, ragged, with one-token and empty responses."""
@@ -22,7 +22,7 @@ MIXED = [(40, 9), (23, 1), (40, 1), (23, 14), (40, 0), (40, 4)]
 def test_matches_detached_prompt(family: str, dtype: torch.dtype) -> None:
     groups, objective = batch(MIXED)
     expected = theirs(model(family, dtype), groups, objective)
-    check(ours(model(family, dtype), groups, objective), expected, dtype)
+    check(ours(model(family, dtype), groups, objective), expected, dtype, family)
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -104,7 +104,7 @@ def test_rows_without_entropy() -> None:
     assert float(found.rows[0].entropy.abs().max()) == 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", *HYBRIDS])
 def test_activation_checkpointing_is_bitwise_neutral(family: str) -> None:
     groups, objective = one_group(30, [9, 1])
     plain, recomputed = (

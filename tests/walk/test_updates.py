@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,7 +17,7 @@ from longstraw_backend.oracle import Objective
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter
-from tests.walk.cases import batch, model, theirs, walk
+from tests.walk.cases import HYBRIDS, batch, model, theirs, walk
 
 ROWS = [(40, 9), (23, 1), (40, 1), (23, 14)]
 
@@ -75,9 +76,10 @@ def test_full_parameters_over_two_steps() -> None:
     assert meter.prompt_tokens_captured == 2 * (39 + 22)
 
 
-def test_adapters_over_two_steps() -> None:
+@pytest.mark.parametrize("family", ["qwen3", *HYBRIDS])
+def test_adapters_over_two_steps(family: str) -> None:
     def stock() -> nn.Module:
-        return add_adapters(model(), rank=4, seed=3)
+        return add_adapters(model(family), rank=4, seed=3)
 
     found, expected, _ = _both(stock)
     start = {n: p.detach() for n, p in stock().named_parameters() if p.requires_grad}

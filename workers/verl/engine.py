@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.groups import Group, Row
 from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.models import drive
+from longstraw_backend.models.checkpoint import (
+    checkpoint_name,
+    is_wrapped,
+    restore_checkpoint,
+    text_config,
+)
 from longstraw_backend.models.families import check_no_dropout
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, PromptStore
@@ -74,7 +81,10 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     # --- building -------------------------------------------------------------------------------
 
     def _build_module(self) -> nn.Module:
-        module: Any = super()._build_module()
+        whole = self.model_config.hf_config
+        self._wrapped = is_wrapped(whole)
+        with _overridden(self.model_config, hf_config=text_config(whole)):
+            module: Any = super()._build_module()
         module.gradient_checkpointing_disable()  # Hugging Face's drops the walk; ours does not
         self._driven = drive(module)
         return module
@@ -123,7 +133,8 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         """
         with self.lockstep.agree():
             check_settings(data)
-            groups = groups_of(data, self.model_config.hf_config.vocab_size, self.max_prompt_tokens)
+            vocab_size = self.model_config.hf_config.get_text_config().vocab_size
+            groups = groups_of(data, vocab_size, self.max_prompt_tokens)
             temperatures = temperatures_of(data)
         self._add_global_sizes(data)
         outputs = _Outputs(data, loss_function, self.get_data_parallel_group(), forward_only)
@@ -205,10 +216,22 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         self._weights_changed()
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """Export weights; on a GPU the rollout engine now needs the memory of the prompt states."""
+        """Export weights by the names of the published checkpoint; on a GPU the rollout engine now
+        needs the memory of the prompt states."""
         if get_device_name() != "cpu":
             self.walk.store.clear()
-        return super().get_per_tensor_param(*args, **kwargs)
+        weights, adapters = super().get_per_tensor_param(*args, **kwargs)
+        if self._wrapped:
+            weights = ((checkpoint_name(name), weight) for name, weight in weights)
+        return weights, adapters
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save; a model that was taken out of a larger checkpoint goes back into one."""
+        super().save_checkpoint(local_path, *args, **kwargs)
+        saved = Path(local_path) / "huggingface"
+        whole = self.checkpoint_manager.should_save_hf_model and not self._is_lora
+        if self._wrapped and whole and self.rank == 0:
+            restore_checkpoint(saved, Path(self.model_config.local_path))
 
     def _weights_changed(self) -> None:
         self.version += 1
@@ -292,6 +315,11 @@ def _refuse_settings(model_config: Any, engine_config: Any) -> None:
     if getattr(model_config, "enable_activation_offload", False):
         raise ValueError(
             "enable_activation_offload: not supported by strategy longstraw; set it to False"
+        )
+    if getattr(getattr(model_config, "mtp", None), "enable", False):
+        raise ValueError(
+            "mtp.enable: training the MTP layer is not supported by strategy longstraw, its "
+            "weights are kept as they are; set it to False"
         )
     if getattr(model_config, "use_fused_kernels", False):
         raise ValueError(

@@ -1,0 +1,47 @@
+"""What one call of a driven model needs to know. It travels as the keyword ``longstraw``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from longstraw_backend.state import Segment
+
+__all__ = ["Head", "Walk", "walk_of_call"]
+
+Head = Callable[[Tensor, Tensor, Callable[..., Tensor]], tuple[Tensor, ...]]
+"""From hidden states [B, T, D], output embedding [V, D] and its stock forward to what is wanted."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One call of the model: over which state, and what to return.
+
+    Attributes:
+        segment: state of all earlier tokens.
+        commit: write what the new tokens leave to the segment (capture, decode) or leave the state
+            as it is (score, replay).
+        head: what to return; None returns nothing.
+        checkpointing: recompute each decoder layer in the backward.
+    """
+
+    segment: Segment
+    commit: bool
+    head: Head | None
+    checkpointing: bool = False
+
+
+def walk_of_call(longstraw: Walk | None, attention_mask: Any, mixer: str) -> Walk:
+    """The walk that a mixer was called with.
+
+    Raises:
+        ValueError: there is none, or padding or another mask came with it.
+    """
+    if longstraw is None or attention_mask is not None:
+        raise ValueError(
+            f"{mixer} 'longstraw': expected a walk and no mask; call longstraw_backend.walk.advance"
+        )
+    return longstraw

@@ -1,0 +1,52 @@
+"""What a segment holds for one layer. A mixer of the model decides the kind:
+
+    KVPages          attention: keys and values, token by token
+    RecurrentState   gated delta net: last pre-convolution columns and the recurrent state
+
+A kind that keeps tokens in pages derives from :class:`~longstraw_backend.state.pages.TokenPages`
+and names its piece (for MLA: latent, rotated key and, where a layer has an indexer, its key).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["LayerState", "NewLayerState"]
+
+
+class LayerState(ABC):
+    """State of one layer over the tokens of one segment.
+
+    Values are written first and become visible when the segment commits: a walk that failed half
+    way can be repeated. What is visible is never written to again.
+    """
+
+    @abstractmethod
+    def write(self, start: int, *values: Tensor) -> None:
+        """Take what a block leaves that begins after the segment's first ``start`` tokens."""
+
+    @abstractmethod
+    def commit(self, length: int) -> None:
+        """The segment's first ``length`` tokens, all of them written, are now visible."""
+
+    @abstractmethod
+    def visible(self, length: int) -> list[Any]:
+        """What tokens after the segment's first ``length`` need of it, in pieces; none for 0."""
+
+    @abstractmethod
+    def empty(self, capacity: int) -> LayerState:
+        """A fresh state of the same kind, for a branch of so many tokens."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+
+class NewLayerState(Protocol):
+    """How a mixer makes the state of one layer."""
+
+    def __call__(self, capacity: int, page_tokens: int) -> LayerState: ...

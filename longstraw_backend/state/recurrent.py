@@ -1,0 +1,61 @@
+"""State that is the same size after any number of tokens: what a recurrence carries forward.
+
+Legend: B rows, C convolution channels, W convolution width, N value heads, K and V head dims.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .layer import LayerState
+
+__all__ = ["Recurrent", "RecurrentState"]
+
+
+class Recurrent(NamedTuple):
+    """A gated-delta-net layer after some token.
+
+    Attributes:
+        conv: the last W - 1 columns before the convolution, [B, C, W - 1], in the model's dtype;
+            zeros where there are fewer tokens.
+        recurrent: state of the delta rule, [B, N, K, V], float32 (float64 for a float64 model).
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+class RecurrentState(LayerState):
+    """One layer's state at a boundary between blocks; each boundary's is a value of its own.
+
+    Only the visible boundary and the one being written are held. A reverse walk needs those before
+    each block as well: it is :meth:`commit` that lets them go.
+    """
+
+    def __init__(self, capacity: int = 0, page_tokens: int = 0) -> None:
+        del capacity, page_tokens  # the size depends on neither
+        self._after: dict[int, Recurrent] = {}
+        self._written: Recurrent | None = None
+
+    def write(self, start: int, *values: Tensor) -> None:
+        """Keep what a block leaves: ``conv`` and ``recurrent``, which it must not change later."""
+        self._written = Recurrent(*values)
+
+    def commit(self, length: int) -> None:
+        """What was written last is the state after ``length`` tokens."""
+        assert self._written is not None, "a segment commits what every layer has written"
+        self._after, self._written = {length: self._written}, None
+
+    def visible(self, length: int) -> list[Recurrent]:
+        """The state after ``length`` tokens, alone: it stands for all tokens before."""
+        return [self._after[length]] if length else []
+
+    def empty(self, capacity: int) -> RecurrentState:
+        return RecurrentState()
+
+    @property
+    def nbytes(self) -> int:
+        held = [*self._after.values(), *([self._written] if self._written else [])]
+        return sum(x.nbytes for state in held for x in state)
