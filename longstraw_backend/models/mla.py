@@ -76,7 +76,9 @@ def mla_attention(
         rope: of the new tokens, at their absolute positions.
         latent_pages: state of all earlier tokens from position 0, [1 or B, T_i, C].
         index_pages: their index keys, [1 or B, T_i, I]; ``full`` layers only.
-        selection_BSK: of the nearest ``full`` layer before.
+        selection_BSK: for a ``shared`` layer that of the nearest ``full`` layer before. For a
+            ``full`` layer None, or what it selected for the same tokens over the same state before
+            (a recomputation): scores over all keys are then not made again.
 
     Raises:
         ValueError: a ``shared`` layer without a selection, or what the kernels refuse.
@@ -92,9 +94,11 @@ def mla_attention(
     index_keys, selection = None, selection_BSK
     if kind == "full":
         assert spec.index is not None and q_low is not None
-        index_keys, selection = _select(
-            attn.indexer, spec.index, hidden_BSD, q_low, rope, dtype, index_pages
-        )
+        index_keys = _index_keys(attn.indexer, spec.index, hidden_BSD, rope).to(dtype)
+        if selection is None:
+            selection = _select(
+                attn.indexer, spec.index, hidden_BSD, q_low, rope, index_keys, index_pages
+            )
     out = _attend(spec, kind, q, latents, latent_pages, selection)
     values = torch.einsum("bsnc,nvc->bsnv", out, w_value)
     hidden = attn.o_proj(values.flatten(2))
@@ -169,6 +173,19 @@ def _rows(pages: Sequence[Tensor], row: int) -> list[Span]:
     return consecutive(page[row if page.shape[0] > 1 else 0] for page in pages)
 
 
+def _turn_first(x: Tensor, rope: Rope, interleaved: bool) -> Tensor:
+    """RoPE on the first dims of the last axis, as many as it has."""
+    width = rope.cos.shape[-1]
+    turned = rotate(x[..., :width], rope, interleaved)
+    return torch.cat([turned.to(x.dtype), x[..., width:]], dim=-1)
+
+
+@torch.no_grad()
+def _index_keys(indexer: Any, spec: IndexSpec, hidden: Tensor, rope: Rope) -> Tensor:
+    """Index keys of the new tokens, [B, S, I]."""
+    return _turn_first(indexer.k_norm(indexer.wk(hidden)), rope, spec.interleaved)
+
+
 @torch.no_grad()
 def _select(
     indexer: Any,
@@ -176,18 +193,12 @@ def _select(
     hidden: Tensor,
     q_low: Tensor,
     rope: Rope,
-    dtype: torch.dtype,
+    keys: Tensor,
     pages: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Index keys [B, S, I] of the new tokens and their selection [B, S, K] int32."""
-    width = rope.cos.shape[-1]
-
-    def turned(x: Tensor) -> Tensor:
-        first, rest = x[..., :width], x[..., width:]
-        return torch.cat([rotate(first, rope, spec.interleaved).to(rest.dtype), rest], dim=-1)
-
-    q = turned(indexer.wq_b(q_low).unflatten(-1, (spec.heads, spec.dim))).to(dtype)
-    keys = turned(indexer.k_norm(indexer.wk(hidden))).to(dtype)
+) -> Tensor:
+    """Selection of the new tokens, [B, S, K] int32."""
+    q = indexer.wq_b(q_low).unflatten(-1, (spec.heads, spec.dim))
+    q = _turn_first(q, rope, spec.interleaved).to(keys.dtype)
     weights = _head_weights(indexer.weights_proj, hidden) * spec.heads**-0.5
     start = sum(page.shape[1] for page in pages)
     k = min(spec.k, start + hidden.shape[1])
@@ -195,7 +206,7 @@ def _select(
         index_topk(*row, _rows(pages, i), start=start, k=k, scale=spec.dim**-0.5)
         for i, row in enumerate(zip(q, weights, keys, strict=True))
     ]
-    return keys, torch.stack(picked)
+    return torch.stack(picked)
 
 
 def _head_weights(weights_proj: Any, hidden: Tensor) -> Tensor:

@@ -15,9 +15,18 @@ from longstraw_backend.models.index_share import LayerKind, layer_kinds
 from longstraw_backend.models.mla import MlaOutput, Rope, mla_attention
 from longstraw_backend.models.mla_spec import MlaSpec, mla_spec
 
-__all__ = ["Layer", "make_layer", "parameter_grads", "relative", "run_chunks"]
+__all__ = [
+    "INDEX",
+    "SIZES",
+    "Layer",
+    "make_layer",
+    "parameter_grads",
+    "randomise",
+    "relative",
+    "run_chunks",
+]
 
-_SIZES: dict[str, Any] = dict(
+SIZES: dict[str, Any] = dict(
     hidden_size=48,
     num_attention_heads=3,
     num_key_value_heads=3,
@@ -35,7 +44,7 @@ _PREFIXES = {
     "deepseek_v3": "DeepseekV3",
 }
 # 64 heads: with few of them ReLU leaves exact zeros, and ties.
-_INDEX: dict[str, Any] = dict(index_n_heads=64, index_head_dim=16, index_topk=12)
+INDEX: dict[str, Any] = dict(index_n_heads=64, index_head_dim=16, index_topk=12)
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ def make_layer(
     torch.manual_seed(seed)
     stand_in = family == "deepseek_v32" and family not in CONFIG_MAPPING
     name = "glm_moe_dsa" if stand_in else family
-    sizes = _SIZES if family == "deepseek_v3" else _SIZES | _INDEX
+    sizes = SIZES if family == "deepseek_v3" else SIZES | INDEX
     config = AutoConfig.for_model(name, **(sizes | options))
     config._attn_implementation = "sdpa"
     stock, prefix = import_module(f"transformers.models.{name}.modeling_{name}"), _PREFIXES[name]
