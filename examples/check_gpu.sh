@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Kernels and walks on a CUDA device against their references; needs torch and transformers alone.
-#   examples/check_gpu.sh [RESULTS_FOLDER]
+# Kernels and walks on a CUDA device against their references; needs torch and transformers, and for
+# hybrids in 16 bit flash-linear-attention.
+#   FAMILIES="qwen3 qwen3_5" examples/check_gpu.sh [RESULTS_FOLDER]
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-examples/results}
 mkdir -p "$out"
 failed=0
-PYTHONPATH=. python3 -m pytest -q --no-header -p no:cacheprovider -m gpu tests/kernels || failed=1
-for family in llama qwen2 qwen3 qwen3_moe; do
+PYTHONPATH=.:${PYTHONPATH:-} python3 -m pytest -q --no-header -p no:cacheprovider -m gpu ${TESTS:-tests/kernels} || failed=1
+for family in ${FAMILIES:-llama qwen2 qwen3 qwen3_moe qwen3_5 qwen3_5_moe qwen3_next}; do
     for dtype in float32 bfloat16; do
-        PYTHONPATH=. python3 -m longstraw_backend compare --family "$family" --dtype "$dtype" \
+        PYTHONPATH=.:${PYTHONPATH:-} python3 -m longstraw_backend compare --family "$family" --dtype "$dtype" \
             --device cuda --prompt 2000 --response 200 --chunk 512 \
             --json "$out/compare_${family}_${dtype}.json" || failed=1
     done

@@ -87,16 +87,22 @@ def _fla_rule() -> Rule:
         scale: float,
         final_state: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        output, final = kernel(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            g=g,
-            beta=beta.to(q.dtype),  # the combination that is widely run
-            scale=scale,
-            initial_state=state.contiguous(),
-            output_final_state=final_state,
-        )
-        return output, final
+        # FlashQLA cuts a long sequence differently when no backward follows, which moves the last
+        # bits; scoring and replay must agree, so a backward always seems to follow.
+        scoring = not (torch.is_grad_enabled() and q.requires_grad)
+        with torch.enable_grad():
+            output, final = kernel(
+                (q.detach().requires_grad_() if scoring else q).contiguous(),
+                k.contiguous(),
+                v.contiguous(),
+                g=g,
+                beta=beta.to(q.dtype),  # the combination that is widely run
+                scale=scale,
+                initial_state=state.contiguous(),
+                output_final_state=final_state,
+            )
+        if not scoring:
+            return output, final
+        return output.detach(), None if final is None else final.detach()
 
     return rule

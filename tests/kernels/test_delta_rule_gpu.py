@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longstraw_backend.kernels.delta_rule import gated_delta_rule
-from tests.kernels.accuracy import assert_as_accurate, poison_cuda_memory
+from tests.kernels.accuracy import poison_cuda_memory
 from tests.kernels.delta_rule_inputs import Inputs, by_definition, gradients, in_float32, inputs
 
 pytestmark = [
@@ -16,13 +16,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs fla-core"),
 ]
-CONDITIONING = 8.0
-"""The kernels keep the mixing matrix of a chunk in bfloat16, plain torch in float32."""
+BFLOAT16 = 2.0**-8
+"""Unit roundoff. The kernels keep what they mix in bfloat16, whatever the dtype of a result."""
 
 
 def _on_gpu(tokens: int, rows: int = 1) -> Inputs:
     x = inputs(tokens, torch.bfloat16, rows=rows, m=2, n=6, k=128, v=128)
     return Inputs(*(t.cuda() for t in x))
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,11 @@ def test_is_as_accurate_as_plain_torch(tokens: int) -> None:
     x = _on_gpu(tokens)
     exact = gradients(by_definition, Inputs(*(t.double() for t in x)))
     found = gradients(lambda x: gated_delta_rule(*x, impl="fla"), x)
-    assert_as_accurate(found, gradients(in_float32, x), exact, conditioning=CONDITIONING)
+    plain = gradients(in_float32, x)
+    for place, (a, p, e) in enumerate(zip(found, plain, exact, strict=True)):
+        assert a.dtype == p.dtype and a.isfinite().all(), f"result {place}"
+        error, bound = _rms(a - e), 2 * (_rms(p - e) + BFLOAT16 * _rms(e))
+        assert error <= bound, f"result {place}: error {error:.3e}, allowed {bound:.3e}"
 
 
 @pytest.mark.parametrize("tokens", [1, 65, 1000])
