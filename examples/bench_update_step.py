@@ -71,7 +71,8 @@ def _rows(args: argparse.Namespace) -> list[Any]:
     for _ in range(args.group):
         response = torch.randint(0, args.vocab, (args.response,), generator=draw)
         old = torch.full((args.response,), -8.3)
-        rows.append(PPORow(prompt, response, old, torch.randn(()).expand(args.response), old))
+        advantages = torch.randn((), generator=draw).expand(args.response)
+        rows.append(PPORow(prompt, response, old, advantages, old))
     return rows
 
 

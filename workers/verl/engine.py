@@ -19,15 +19,12 @@ from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.metric import AggregationType, Metric
-from verl.utils.py_functional import append_to_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from longstraw_backend.config import LongStrawConfig
-from longstraw_backend.groups import Group, Row
-from longstraw_backend.kernels.logprob_head import LogProbs
+from longstraw_backend.groups import Group
 from longstraw_backend.models import drive
 from longstraw_backend.models.checkpoint import (
     checkpoint_name,
@@ -40,8 +37,9 @@ from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, PromptStore
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sample, Sampling, generate
 
-from .batch import LossRows, check_settings, groups_of, jagged_outputs, loss_output, temperatures_of
+from .batch import check_settings, groups_of, temperatures_of
 from .live import LIVE
+from .outputs import BatchOutputs
 
 __all__ = ["LongStrawEngine"]
 
@@ -137,7 +135,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
             groups = groups_of(data, vocab_size, self.max_prompt_tokens)
             temperatures = temperatures_of(data)
         self._add_global_sizes(data)
-        outputs = _Outputs(data, loss_function, self.get_data_parallel_group(), forward_only)
+        outputs = BatchOutputs(data, loss_function, self.get_data_parallel_group(), forward_only)
         run = BatchRun(
             self.walk,
             self.meter,
@@ -246,59 +244,6 @@ class LongStrawEngine(FSDPEngineWithLMHead):
                 yield
         finally:
             self._adapters = True
-
-
-class _Outputs:
-    """Collects what a batch returns: per-row log-probs, losses, metrics."""
-
-    def __init__(
-        self,
-        data: TensorDict,
-        loss_function: Callable[..., Any] | None,
-        dp_group: Any,
-        forward_only: bool,
-    ) -> None:
-        self.entropy = bool(tu.get_non_tensor_data(data, "calculate_entropy", default=False))
-        self._keep = forward_only or tu.get_non_tensor_data(
-            data, "return_model_output", default=False
-        )
-        self._loss_function, self._dp_group, self._forward_only = (
-            loss_function,
-            dp_group,
-            forward_only,
-        )
-        self._rows = LossRows(data, get_device_id()) if loss_function is not None else None
-        self._kept: dict[int, LogProbs] = {}
-        self._losses: dict[int, float] = {}
-        self._metrics: dict[str, Any] = {}
-
-    def on_row(self, row: Row, out: LogProbs) -> None:
-        """Loss and backward of one row. Losses of rows add up: global sizes normalise them."""
-        if self._keep:
-            self._kept[row.index] = LogProbs(out.log_probs.detach(), out.entropy.detach())
-        if self._loss_function is None or self._rows is None:
-            return
-        loss, metrics = self._loss_function(
-            model_output=loss_output(out, self.entropy),
-            data=self._rows[row.index],
-            dp_group=self._dp_group,
-        )
-        if not self._forward_only and loss.requires_grad:
-            loss.backward()
-        self._losses[row.index] = loss.detach().item()
-        append_to_dict(self._metrics, metrics)
-
-    def result(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """The dictionary verl expects, rows in batch order."""
-        kept = [self._kept[i] for i in sorted(self._kept)]
-        output = {}
-        if kept:
-            output["log_probs"] = jagged_outputs([k.log_probs for k in kept])
-            if self.entropy:
-                output["entropy"] = jagged_outputs([k.entropy for k in kept])
-        named = {k: Metric(AggregationType.MEAN, v) for k, v in metrics.items()}
-        losses = [self._losses[i] for i in sorted(self._losses)] or [1.0]
-        return {"model_output": output, "loss": losses, "metrics": self._metrics | named}
 
 
 def _compute_device() -> torch.device:
