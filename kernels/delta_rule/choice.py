@@ -89,7 +89,8 @@ def _fla_rule() -> Rule:
     ) -> tuple[Tensor, Tensor | None]:
         # FlashQLA cuts a long sequence differently when no backward follows, which moves the last
         # bits; scoring and replay must agree, so a backward always seems to follow.
-        scoring = not (torch.is_grad_enabled() and q.requires_grad)
+        inputs = (q, k, v, g, beta, state)
+        scoring = not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
         with torch.enable_grad():
             output, final = kernel(
                 (q.detach().requires_grad_() if scoring else q).contiguous(),

@@ -20,7 +20,7 @@ from .group import GroupWalk
 from .heads import last_logits
 from .meter import Meter
 
-__all__ = ["Sample", "Sampling", "decode", "generate"]
+__all__ = ["Sample", "Sampling", "add_tokens", "decode", "generate"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,15 @@ class Sample:
             self.stop_reason = "length"
 
 
+def add_tokens(
+    samples: Sequence[Sample], tokens_B: Tensor, log_probs_B: Tensor, samplings: Sequence[Sampling]
+) -> None:
+    """Append each row's token to its response, unless that has ended."""
+    drawn = zip(samples, tokens_B.tolist(), log_probs_B.tolist(), samplings, strict=True)
+    for sample, token, log_prob, sampling in drawn:
+        sample.add(token, log_prob, sampling)
+
+
 @torch.no_grad()
 def decode(
     model: DrivenModel,
@@ -97,10 +106,7 @@ def decode(
             (logits,) = advance(model, tokens[:, None], branch, head=last_logits)
             tokens, log_probs = sample_tokens(logits, samplings, generator)
             tokens = lockstep.same_tokens(tokens.contiguous())
-            for sample, token, log_prob, sampling in zip(
-                samples, tokens.tolist(), log_probs.tolist(), samplings, strict=True
-            ):
-                sample.add(token, log_prob, sampling)
+            add_tokens(samples, tokens, log_probs, samplings)
     return samples
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from longstraw_backend.kernels.sampling import sample_tokens
-from longstraw_backend.walk.decode import Sample, Sampling
+from longstraw_backend.walk.decode import Sample, Sampling, add_tokens
 
 __all__ = ["generate_with_stock_module"]
 
@@ -48,10 +48,7 @@ def generate_with_stock_module(
     position = len(prompt_ids)
     while True:
         tokens_B, log_probs_B = sample_tokens(logits_BV, samplings, generator)
-        for sample, token, log_prob, sampling in zip(
-            samples, tokens_B.tolist(), log_probs_B.tolist(), samplings, strict=True
-        ):
-            sample.add(token, log_prob, sampling)
+        add_tokens(samples, tokens_B, log_probs_B, samplings)
         if all(sample.stop_reason for sample in samples):
             return samples
         output = module(
