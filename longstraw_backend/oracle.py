@@ -8,7 +8,8 @@ a conventional trainer does, and one of two gradients comes out:
 
 The prompt boundary lies after token P - 2, as in a walk: what the first P - 1 tokens hand on is
 detached in every layer, the last prompt token belongs to the response side. Attention layers hand
-on keys and values; gated-delta-net layers are in ``oracle_delta_net.py``.
+on keys and values; gated-delta-net layers are in ``oracle_delta_net.py``, latent attention is in
+``oracle_latent.py``.
 
 Legend: P prompt tokens, R response tokens, K key/value heads, S tokens, H head dim.
 """
@@ -26,6 +27,7 @@ from transformers import DynamicCache
 from longstraw_backend.groups import Group, Row
 from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.oracle_delta_net import gated_delta_nets
+from longstraw_backend.oracle_latent import latent_attentions
 
 __all__ = [
     "Mode",
@@ -112,6 +114,9 @@ _DETACHED = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "glm_moe_dsa",
+    "deepseek_v32",
+    "deepseek_v3",
 )
 """By ``model_type``: families all of whose prompt state is known here."""
 
@@ -159,7 +164,7 @@ def ordinary_log_probs(
     boundary = _detached_from(model.config, mode, prompt.numel() - 1)
     cache = None if boundary is None else _DetachedPrompt(boundary)
     tokens = torch.cat([prompt, response]).to(next(model.parameters()).device)
-    with gated_delta_nets(model, boundary):
+    with gated_delta_nets(model, boundary), latent_attentions(model, boundary):
         out = model(
             input_ids=tokens[None],
             past_key_values=cache,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.overrides import TorchFunctionMode
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from longstraw_backend.models import SUPPORTED
 from longstraw_backend.models.families import text_model_type
 
-__all__ = ["tiny_model"]
+__all__ = ["AVAILABLE", "options_of", "tiny_model"]
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=311,
@@ -42,12 +47,36 @@ _MOE: dict[str, Any] = dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1
 )
 _SHARED_EXPERT: dict[str, Any] = dict(shared_expert_intermediate_size=32)
+_LATENT: dict[str, Any] = dict(
+    num_hidden_layers=4,
+    num_key_value_heads=4,
+    q_lora_rank=20,
+    kv_lora_rank=16,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    first_k_dense_replace=3,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    moe_intermediate_size=48,
+    pad_token_id=None,
+)
+# 64 index heads: with few of them ReLU leaves exact zeros, and ties.
+_SPARSE: dict[str, Any] = dict(index_n_heads=64, index_head_dim=16, index_topk=12)
 _OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _MOE,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5 | _MOE | _SHARED_EXPERT,
     "qwen3_next": _GATED_DELTA_NET | _MOE | _SHARED_EXPERT,
+    "glm_moe_dsa": _LATENT | _SPARSE | dict(index_topk_freq=2),
+    "deepseek_v32": _LATENT | _SPARSE,
+    "deepseek_v3": _LATENT,
 }
+
+AVAILABLE = tuple(name for name in SUPPORTED if text_model_type(name) in CONFIG_MAPPING)
+"""Supported families that the installed transformers has."""
 
 
 def tiny_model(
@@ -60,22 +89,53 @@ def tiny_model(
         options: configuration values to override.
 
     Raises:
-        ValueError: the family is not supported.
+        ValueError: the family is not supported, or not known to the installed transformers.
     """
     if family not in SUPPORTED:
         raise ValueError(f"family: expected one of {', '.join(SUPPORTED)}, got {family!r}")
+    if family not in AVAILABLE:
+        raise ValueError(f"family: transformers {transformers.__version__} has no {family}")
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        text_model_type(family), **(_COMMON | _OPTIONS.get(family, {}) | options)
-    )
+    config = AutoConfig.for_model(text_model_type(family), **(options_of(family) | options))
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             _remember_long(layer.linear_attn)
     model = model.to(dtype).eval()
-    if dtype == torch.float64 and getattr(config, "num_experts", None):
-        model.set_experts_implementation("eager")  # the grouped kernels refuse float64
+    if dtype == torch.float64:
+        _route_wide(model)
     return model  # type: ignore[no-any-return]
+
+
+def options_of(family: str) -> dict[str, Any]:
+    """Configuration of a tiny model of the family."""
+    common = _COMMON | _OPTIONS.get(family, {})
+    if "kv_lora_rank" in common:
+        del common["head_dim"]  # of the part with RoPE there
+    return common
+
+
+class _WideLinear(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = tuple(x.double() for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _route_wide(model: Any) -> None:
+    """Experts of a float64 model: their grouped kernels refuse it, and routers of some families
+    multiply in float32 whatever the model, which differs in the last bit between one token and
+    many: 1e-7 in log-probs, which hides everything else."""
+    routers = [m.gate for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
+    if routers:
+        model.set_experts_implementation("eager")
+    for router in routers:
+        router.forward = partial(_routed, router.forward)
+
+
+def _routed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _WideLinear():
+        return forward(*args, **kwargs)
 
 
 def _remember_long(mixer: Any) -> None:

@@ -23,9 +23,8 @@ from longstraw_backend.compare.settings import Settings
 from longstraw_backend.compare.sides import measured
 from longstraw_backend.compare.verl_fsdp2 import verl_training
 from longstraw_backend.kernels.logprob_head import LogProbs
-from longstraw_backend.models import SUPPORTED
 from longstraw_backend.oracle import ordinary_training
-from longstraw_backend.tiny import tiny_model
+from longstraw_backend.tiny import AVAILABLE, tiny_model
 
 SMALL = {"prompt": 30, "response": 6, "group": 3, "prompts": 2, "chunk": 11}
 ARGS = ["compare", *(f"--{name}={value}" for name, value in SMALL.items())]
@@ -46,7 +45,7 @@ def _compare(**options: Any) -> Comparison:
     return compare(Settings(**(SMALL | options)))
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", AVAILABLE)
 def test_float64_is_within_its_bars(family: str) -> None:
     found = _compare(family=family, dtype="float64")
     hybrid = family in ("qwen3_5", "qwen3_5_moe", "qwen3_next")

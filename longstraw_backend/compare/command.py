@@ -34,8 +34,8 @@ def add_parser(subparsers: Any) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--family",
-        help="tiny random model: llama, qwen2, qwen3 (default), qwen3_moe, qwen3_5, qwen3_5_moe "
-        "or qwen3_next",
+        help="tiny random model: llama, qwen2, qwen3 (default), qwen3_moe, qwen3_5, qwen3_5_moe, "
+        "qwen3_next, glm_moe_dsa, deepseek_v32 or deepseek_v3",
     )
     which.add_argument("--model", metavar="PATH", help="a causal LM to load")
     _add_counts(parser)

@@ -62,7 +62,9 @@ def add_adapters(model: nn.Module, rank: int, seed: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("--lora: needs peft; pip install peft") from error
-    options = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
+    options = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=_linear_layers(model), lora_dropout=0.0
+    )
     wrapped: nn.Module = get_peft_model(model, options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -70,6 +72,15 @@ def add_adapters(model: nn.Module, rank: int, seed: int) -> nn.Module:
             if "lora_" in name:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
     return wrapped.eval()
+
+
+def _linear_layers(model: nn.Module) -> str | list[str]:
+    """All of them and fused experts; routers too, but those with a correction bias: peft's wrapper
+    of them hides it."""
+    if not any("e_score_correction_bias" in name for name, _ in model.named_buffers()):
+        return "all-linear"
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
 
 
 def response_lengths(longest: int, group: int) -> list[int]:

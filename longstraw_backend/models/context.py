@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -26,12 +26,15 @@ class Walk:
             as it is (score, replay).
         head: what to return; None returns nothing.
         checkpointing: recompute each decoder layer in the backward.
+        selections: by layer, what an indexer selected in this call, [B, T, K]: a recomputation of
+            the layer takes it instead of scoring all keys again.
     """
 
     segment: Segment
     commit: bool
     head: Head | None
     checkpointing: bool = False
+    selections: dict[int, Tensor] = field(default_factory=dict)
 
 
 def walk_of_call(longstraw: Walk | None, attention_mask: Any, mixer: str) -> Walk:

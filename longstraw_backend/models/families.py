@@ -6,15 +6,16 @@ write its mixers (state, and what of the stock module is replaced) and list it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from longstraw_backend.state import KVPages, NewLayerState, RecurrentState
+from longstraw_backend.state import KVPages, LatentPages, NewLayerState, RecurrentState
 
-from . import gated_delta_net
+from . import gated_delta_net, mla_forward
+from .index_share import layer_kinds
 
 __all__ = [
     "FAMILIES",
@@ -22,6 +23,7 @@ __all__ = [
     "Family",
     "Mixer",
     "check_no_dropout",
+    "check_routers",
     "check_supported",
     "family_name",
     "mixers_of",
@@ -42,6 +44,12 @@ class Mixer:
     install: Callable[[Any], None] = lambda decoder_layer: None
 
 
+def _layer_types(config: Any) -> Sequence[str]:
+    """The names that transformers itself has for them."""
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    return types or ["full_attention"] * config.num_hidden_layers
+
+
 @dataclass(frozen=True)
 class Family:
     """Model types that are driven alike.
@@ -49,15 +57,18 @@ class Family:
     Attributes:
         model_types: by the name we and ``AutoConfig`` give a family, the ``model_type`` of its text
             model's configuration.
-        mixers: by entry of ``config.layer_types``.
+        mixers: by type of layer.
+        layer_types: from a configuration to the type of each layer.
     """
 
     model_types: Mapping[str, str]
     mixers: Mapping[str, Mixer]
+    layer_types: Callable[[Any], Sequence[str]] = _layer_types
 
 
 _ATTENTION = Mixer(KVPages)
 _GATED_DELTA_NET = Mixer(RecurrentState, gated_delta_net.install)
+_LATENT_ATTENTION = Mixer(LatentPages, mla_forward.install)
 
 FAMILIES = (
     Family(
@@ -71,6 +82,11 @@ FAMILIES = (
             "qwen3_next": "qwen3_next",
         },
         {"full_attention": _ATTENTION, "linear_attention": _GATED_DELTA_NET},
+    ),
+    Family(
+        {name: name for name in ("glm_moe_dsa", "deepseek_v32", "deepseek_v3")},
+        dict.fromkeys(("dense", "full", "shared"), _LATENT_ATTENTION),
+        layer_kinds,
     ),
 )
 SUPPORTED = tuple(name for family in FAMILIES for name in family.model_types)
@@ -108,8 +124,8 @@ def mixers_of(config: Any) -> list[Mixer]:
         ValueError: the family, or one of its layers, is not supported.
     """
     name = family_name(config)
-    known = next(f.mixers for f in FAMILIES if name in f.model_types)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    family = next(f for f in FAMILIES if name in f.model_types)
+    known, types = family.mixers, family.layer_types(config)
     unknown = ", ".join(sorted(set(types) - known.keys()))
     if unknown or getattr(config, "use_sliding_window", False):
         found = unknown or "use_sliding_window=True"
@@ -144,4 +160,18 @@ def check_no_dropout(module: nn.Module) -> None:
         if isinstance(child, nn.Dropout) and child.p > 0:
             raise ValueError(
                 f"dropout: {name} has p={child.p}; scoring and replay could not agree, set it to 0"
+            )
+
+
+def check_routers(module: nn.Module) -> None:
+    """Raise ValueError for an adapter on a router that hides the correction bias the stock block
+    reads there (peft 0.21 puts one on with ``all-linear``)."""
+    for name, child in module.named_modules():
+        base = getattr(child, "base_layer", None)
+        if hasattr(base, "e_score_correction_bias") and not hasattr(
+            child, "e_score_correction_bias"
+        ):
+            raise ValueError(
+                f"target_modules: an adapter on the router {name} is not supported; list the "
+                "layers by name, without gate, instead of all-linear"
             )

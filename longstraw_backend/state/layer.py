@@ -1,10 +1,8 @@
 """What a segment holds for one layer. A mixer of the model decides the kind:
 
-    KVPages          attention: keys and values, token by token
-    RecurrentState   gated delta net: last pre-convolution columns and the recurrent state
-
-A kind that keeps tokens in pages derives from :class:`~longstraw_backend.state.pages.TokenPages`
-and names its piece (for MLA: latent, rotated key and, where a layer has an indexer, its key).
+KVPages          attention: keys and values, token by token
+LatentPages      latent attention: latents with rotated keys, and index keys where it selects
+RecurrentState   gated delta net: last pre-convolution columns and the recurrent state
 """
 
 from __future__ import annotations

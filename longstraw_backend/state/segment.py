@@ -32,7 +32,7 @@ class Segment:
         self.start = parent.stop if parent is not None else 0
         self.length = 0
         self.capacity = capacity
-        self._layers = layers
+        self.layers = layers
         self._holds = 0
 
     @property
@@ -43,7 +43,7 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes of this segment alone, parents excluded."""
-        return sum(layer.nbytes for layer in self._layers)
+        return sum(layer.nbytes for layer in self.layers)
 
     def resident(self, layer: int) -> list[Any]:
         """State of all visible tokens from position 0 in pieces of the layer's kind, parents first.
@@ -51,18 +51,18 @@ class Segment:
         Pages add up; of recurrent states the last stands for all before it.
         """
         below = self.parent.resident(layer) if self.parent is not None else []
-        return below + self._layers[layer].visible(self.length)
+        return below + self.layers[layer].visible(self.length)
 
     def write(self, layer: int, *values: Tensor) -> None:
         """Lay what new tokens leave after the visible ones; :meth:`commit` makes it visible."""
         self._check_free()
-        self._layers[layer].write(self.length, *values)
+        self.layers[layer].write(self.length, *values)
 
     def commit(self, tokens: int) -> None:
         """Make ``tokens`` written tokens of every layer visible."""
         self._check_free()
         assert self.length + tokens <= self.capacity, f"segment holds {self.capacity} tokens"
-        for layer in self._layers:
+        for layer in self.layers:
             layer.commit(self.length + tokens)
         self.length += tokens
 
@@ -86,4 +86,4 @@ class Segment:
     def branch(self, capacity: int) -> Iterator[Segment]:
         """A segment on top of this one; popped, with its state, at the end of the block."""
         with self.hold():
-            yield Segment([layer.empty(capacity) for layer in self._layers], capacity, parent=self)
+            yield Segment([layer.empty(capacity) for layer in self.layers], capacity, parent=self)

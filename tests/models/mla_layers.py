@@ -14,10 +14,9 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from longstraw_backend.models.index_share import LayerKind, layer_kinds
 from longstraw_backend.models.mla import MlaOutput, Rope, mla_attention
 from longstraw_backend.models.mla_spec import MlaSpec, mla_spec
+from longstraw_backend.tiny import options_of
 
 __all__ = [
-    "INDEX",
-    "SIZES",
     "Layer",
     "make_layer",
     "parameter_grads",
@@ -26,25 +25,18 @@ __all__ = [
     "run_chunks",
 ]
 
-SIZES: dict[str, Any] = dict(
-    hidden_size=48,
-    num_attention_heads=3,
-    num_key_value_heads=3,
-    num_hidden_layers=2,
-    q_lora_rank=20,
-    kv_lora_rank=16,
-    qk_nope_head_dim=10,
-    qk_rope_head_dim=8,
-    v_head_dim=12,
-    max_position_embeddings=1 << 16,
-)
 _PREFIXES = {
     "glm_moe_dsa": "GlmMoeDsa",
     "deepseek_v32": "DeepseekV32",
     "deepseek_v3": "DeepseekV3",
 }
-# 64 heads: with few of them ReLU leaves exact zeros, and ties.
-INDEX: dict[str, Any] = dict(index_n_heads=64, index_head_dim=16, index_topk=12)
+_ONE_LAYER: dict[str, Any] = dict(
+    hidden_size=48,
+    num_attention_heads=3,
+    num_key_value_heads=3,
+    num_hidden_layers=2,
+    index_topk_freq=1,
+)
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,7 @@ def make_layer(
     torch.manual_seed(seed)
     stand_in = family == "deepseek_v32" and family not in CONFIG_MAPPING
     name = "glm_moe_dsa" if stand_in else family
-    sizes = SIZES if family == "deepseek_v3" else SIZES | INDEX
-    config = AutoConfig.for_model(name, **(sizes | options))
+    config = AutoConfig.for_model(name, **(options_of(family) | _ONE_LAYER | options))
     config._attn_implementation = "sdpa"
     stock, prefix = import_module(f"transformers.models.{name}.modeling_{name}"), _PREFIXES[name]
     attn: nn.Module = getattr(stock, f"{prefix}Attention")(config, index)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from longstraw_backend.models.mla import Rope, mla_attention, rotate
 from longstraw_backend.models.mla_spec import mla_spec
+from longstraw_backend.oracle_latent import reference_attention
 from tests.models.mla_layers import Layer, make_layer, parameter_grads, relative, run_chunks
-from tests.models.mla_reference import reference_attention
 
 FAMILIES = ("glm_moe_dsa", "deepseek_v32", "deepseek_v3")
 each_family = pytest.mark.parametrize("family", FAMILIES)

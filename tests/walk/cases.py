@@ -14,12 +14,13 @@ from longstraw_backend.compare.sides import driven, replay_batch, walk_of
 from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.groups import Group, group_rows
 from longstraw_backend.oracle import Mode, Objective, Outcome, ordinary_training
-from longstraw_backend.tiny import tiny_model
+from longstraw_backend.tiny import AVAILABLE, tiny_model
 from longstraw_backend.walk import GroupWalk
 
 __all__ = [
     "BARS",
     "HYBRIDS",
+    "LATENT",
     "VOCAB",
     "batch",
     "check",
@@ -35,6 +36,8 @@ BARS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """The documented bars: largest error of a log-prob, and relative L2 of the gradient."""
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families with gated-delta-net layers."""
+LATENT = tuple(f for f in ("glm_moe_dsa", "deepseek_v32", "deepseek_v3") if f in AVAILABLE)
+"""Families with latent attention that the installed transformers has."""
 
 
 def model(family: str = "qwen3", dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:

@@ -14,14 +14,15 @@ from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, Segment
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sampling, decode, replay
-from tests.walk.cases import HYBRIDS, model, one_group, tokens, walk
+from tests.walk.cases import HYBRIDS, LATENT, model, one_group, tokens, walk
 
-LAYERS = 3
-families = pytest.mark.parametrize("family", ["qwen3", *HYBRIDS])
+families = pytest.mark.parametrize("family", ["qwen3", *HYBRIDS, *LATENT])
 
 
 def _pages(segment: Segment) -> list[Tensor]:
-    return [t for layer in range(LAYERS) for page in segment.resident(layer) for t in page]
+    layers = range(len(segment.layers))
+    pages = [page for layer in layers for page in segment.resident(layer)]
+    return [t for page in pages for t in page if t is not None]
 
 
 def _captured(one: GroupWalk, prompt: Tensor) -> Segment:

@@ -10,22 +10,22 @@ import torch
 
 from longstraw_backend.compare.distances import bitwise_equal, distance
 from longstraw_backend.compare.sides import replay_batch, score_batch
-from longstraw_backend.models import SUPPORTED
-from tests.walk.cases import HYBRIDS, batch, check, model, one_group, ours, theirs, walk
+from longstraw_backend.tiny import AVAILABLE
+from tests.walk.cases import HYBRIDS, LATENT, batch, check, model, one_group, ours, theirs, walk
 
 MIXED = [(40, 9), (23, 1), (40, 1), (23, 14), (40, 0), (40, 4)]
 """Two prompts, rows in mixed order, ragged, with one-token and empty responses."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", AVAILABLE)
 def test_matches_detached_prompt(family: str, dtype: torch.dtype) -> None:
     groups, objective = batch(MIXED)
     expected = theirs(model(family, dtype), groups, objective)
     check(ours(model(family, dtype), groups, objective), expected, dtype, family)
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", AVAILABLE)
 def test_score_equals_replay_bitwise(family: str) -> None:
     groups, objective = batch(MIXED)
     one = walk(model(family, torch.float32))
@@ -104,7 +104,7 @@ def test_rows_without_entropy() -> None:
     assert float(found.rows[0].entropy.abs().max()) == 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", *HYBRIDS])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", *HYBRIDS, *LATENT])
 def test_activation_checkpointing_is_bitwise_neutral(family: str) -> None:
     groups, objective = one_group(30, [9, 1])
     plain, recomputed = (

@@ -17,7 +17,7 @@ from longstraw_backend.oracle import Objective
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter
-from tests.walk.cases import HYBRIDS, batch, model, theirs, walk
+from tests.walk.cases import HYBRIDS, LATENT, batch, model, theirs, walk
 
 ROWS = [(40, 9), (23, 1), (40, 1), (23, 14)]
 
@@ -76,7 +76,7 @@ def test_full_parameters_over_two_steps() -> None:
     assert meter.prompt_tokens_captured == 2 * (39 + 22)
 
 
-@pytest.mark.parametrize("family", ["qwen3", *HYBRIDS])
+@pytest.mark.parametrize("family", ["qwen3", *HYBRIDS, *LATENT])
 def test_adapters_over_two_steps(family: str) -> None:
     def stock() -> nn.Module:
         return add_adapters(model(family), rank=4, seed=3)

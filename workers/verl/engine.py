@@ -32,7 +32,7 @@ from longstraw_backend.models.checkpoint import (
     restore_checkpoint,
     text_config,
 )
-from longstraw_backend.models.families import check_no_dropout
+from longstraw_backend.models.families import check_no_dropout, check_routers
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, PromptStore
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sample, Sampling, generate
@@ -97,6 +97,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         check_no_dropout(module)
+        check_routers(module)
         alone = dist.get_world_size() == 1
         if get_device_name() == "cpu" and alone:
             dtype = (self.engine_config.mixed_precision or {}).get("param_dtype", "bf16")
