@@ -18,7 +18,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["STAGINGS", "Staging", "contiguous_parts", "copy_over", "here", "reachable", "staged"]
+__all__ = [
+    "STAGINGS",
+    "Staging",
+    "add_over",
+    "contiguous_parts",
+    "copy_over",
+    "here",
+    "reachable",
+    "staged",
+]
 
 Staging = Literal["segments", "layer"]
 STAGINGS: tuple[str, ...] = get_args(Staging)
@@ -72,6 +81,11 @@ def copy_over(into: Tensor, x: Tensor) -> None:
         return
     for part, new in contiguous_parts(into, x):
         part.copy_(new, non_blocking=True)
+
+
+def add_over(into: Tensor, x: Tensor) -> None:
+    """Add ``x`` in place where ``into`` rests and in its dtype; waits if that is CPU memory."""
+    into.add_(x.to(into.device, into.dtype))
 
 
 def contiguous_parts(into: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,7 +11,9 @@ from longstraw_backend.state import STATE_KINDS, Placement, StateKind
 
 __all__ = ["Gradient", "LongStrawConfig"]
 
-Gradient = Literal["response_only"]
+Gradient = Literal["response_only", "exact"]
+CotangentDtype = Literal["float32", "bfloat16"]
+_COUNTS = ("chunk_tokens", "page_tokens", "head_chunk_tokens", "response_block", "shared_tokens")
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,17 @@ class LongStrawConfig:
 
     Attributes:
         gradient: ``response_only`` trains responses against a constant prompt state (LongStraw,
-            arXiv 2607.14952); it is not full-sequence training.
+            arXiv 2607.14952); it is not full-sequence training. ``exact`` is: after the responses
+            of a group the prompt is walked once more, in reverse. That takes a forward and a
+            backward of the prompt, and memory for cotangents of the state (twice the bytes of
+            bfloat16 pages) and, with gated delta nets, a recurrent state for each block.
+        response_block: response tokens in one graph; longer responses are walked forward without
+            one, then in reverse, block by block, for one forward more.
+        prompt_block: the same for prompts in ``exact``; None takes ``chunk_tokens``. Prompts are
+            then captured in these blocks.
+        shared_tokens: responses of a group that have at least so many tokens in common from their
+            beginning, as turns of an agent do, share them: they are run once.
+        cotangent_dtype: in which cotangents of pages add up; never narrower than the pages.
         chunk_tokens: prompt tokens per capture chunk. It need not divide the prompt. For models
             with gated-delta-net layers prefer a multiple of 64, the chunk of the delta rule, which
             otherwise ends each capture chunk with a shorter one.
@@ -44,6 +56,10 @@ class LongStrawConfig:
     """
 
     gradient: Gradient = "response_only"
+    response_block: int = 8192
+    prompt_block: int | None = None
+    shared_tokens: int = 256
+    cotangent_dtype: CotangentDtype = "float32"
     chunk_tokens: int = 4096
     page_tokens: int = 131072
     head_chunk_tokens: int = 1024
@@ -60,10 +76,16 @@ class LongStrawConfig:
             raise ValueError(
                 f"gradient: expected one of {get_args(Gradient)}, got {self.gradient!r}"
             )
-        for name in ("chunk_tokens", "page_tokens", "head_chunk_tokens"):
+        if self.cotangent_dtype not in get_args(CotangentDtype):
+            raise ValueError(
+                f"cotangent_dtype: expected one of {get_args(CotangentDtype)}, "
+                f"got {self.cotangent_dtype!r}"
+            )
+        for name in _COUNTS:
             _check_positive_integer(name, getattr(self, name))
-        if self.max_prompt_tokens is not None:
-            _check_positive_integer("max_prompt_tokens", self.max_prompt_tokens)
+        for name in ("prompt_block", "max_prompt_tokens"):
+            if getattr(self, name) is not None:
+                _check_positive_integer(name, getattr(self, name))
         for name in ("state_budget_gb", "host_state_budget_gb"):
             budget = getattr(self, name)
             if not isinstance(budget, int | float) or not budget >= 0:
@@ -72,6 +94,14 @@ class LongStrawConfig:
             raise ValueError(f"staging: expected one of {STAGINGS}, got {self.staging!r}")
         _check_kinds(self.host_state)
         object.__setattr__(self, "host_state", tuple(self.host_state))  # YAML has lists
+
+    @property
+    def capture_tokens(self) -> int:
+        """Prompt tokens of one capture call: what is walked in reverse must have been captured in
+        the same blocks."""
+        if self.gradient == "exact" and self.prompt_block is not None:
+            return self.prompt_block
+        return self.chunk_tokens
 
     @property
     def placement(self) -> Placement:

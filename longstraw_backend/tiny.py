@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -103,7 +102,7 @@ def tiny_model(
             _remember_long(layer.linear_attn)
     model = model.to(dtype).eval()
     if dtype == torch.float64:
-        _route_wide(model)
+        _compute_wide(model)
     return model  # type: ignore[no-any-return]
 
 
@@ -115,26 +114,38 @@ def options_of(family: str) -> dict[str, Any]:
     return common
 
 
-class _WideLinear(TorchFunctionMode):
+class _StaysWide(TorchFunctionMode):
+    """Float64 tensors are not made float32."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            args = tuple(x.double() for x in args)
-        return func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        if isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            narrows = func in _CASTS and torch.float32 in (*args[1:], *options.values())
+            if narrows or func is torch.Tensor.float:
+                return args[0]
+            if options.get("dtype") == torch.float32:  # of a softmax
+                options = options | {"dtype": torch.float64}
+        return func(*args, **options)
 
 
-def _route_wide(model: Any) -> None:
-    """Experts of a float64 model: their grouped kernels refuse it, and routers of some families
-    multiply in float32 whatever the model, which differs in the last bit between one token and
-    many: 1e-7 in log-probs, which hides everything else."""
+_CASTS = (torch.Tensor.to, torch.Tensor.type)
+
+
+def _compute_wide(model: Any) -> None:
+    """Norms and routers of stock modules compute in float32 whatever the model. Products of one
+    token and of many then differ in the last bit, and gradients are rounded before or after they
+    are summed: 1e-7 in either, which hides everything else. Grouped kernels of experts refuse
+    float64 altogether."""
     routers = [m.gate for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
     if routers:
         model.set_experts_implementation("eager")
-    for router in routers:
-        router.forward = partial(_routed, router.forward)
+    norms = [m for m in model.modules() if "RMSNorm" in type(m).__name__]
+    for module in [*routers, *norms]:
+        module.forward = partial(_wide, module.forward)
 
 
-def _routed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _WideLinear():
+def _wide(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _StaysWide():
         return forward(*args, **kwargs)
 
 

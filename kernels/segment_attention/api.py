@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longstraw_backend.kernels.staging import Staging, reachable, staged
+from longstraw_backend.kernels.staging import Staging, add_over, reachable, staged
 
 from .partial import Impl, Partial, choose_impl, get_partial
 
@@ -48,6 +48,7 @@ def segment_attention(
     scale: float,
     impl: Impl | None = None,
     staging: Staging = "segments",
+    page_grads: Sequence[Page | None] | None = None,
 ) -> Tensor:
     """Attend from T new tokens to all pages and causally to the new tokens.
 
@@ -63,9 +64,13 @@ def segment_attention(
         staging: how pages in CPU memory come to the device, in the forward and again in the
             backward; see ``staged``. It changes no bit, and the graph keeps no copy.
 
+        page_grads: for each page where the backward adds its gradient, in place, or None for a
+            constant; by default all are. Same shapes as the page, batch 1 or B; wider dtypes and
+            CPU memory are welcome.
+
     Returns:
-        [B, N, T, H] in the dtype of q. Differentiable in q, k and v. Pages were captured without
-        autograd and receive no gradient.
+        [B, N, T, H] in the dtype of q. Differentiable in q, k and v; gradients of pages come
+        through ``page_grads`` alone, a page at a time.
 
     Raises:
         ValueError: a shape, dtype or device does not fit; the text says which.
@@ -73,7 +78,8 @@ def segment_attention(
     _check(q_BNTH, k_BKTH, v_BKTH, pages)
     impl = choose_impl(q_BNTH.device, q_BNTH.dtype) if impl is None else impl
     flat = [t for page in pages for t in page]
-    how = scale, get_partial(impl), staging
+    grads = [None] * len(pages) if page_grads is None else list(page_grads)
+    how = scale, get_partial(impl), staging, grads
     out: Tensor = _SegmentAttention.apply(q_BNTH, k_BKTH, v_BKTH, *how, *flat)
     return out
 
@@ -165,6 +171,7 @@ class _SegmentAttention(torch.autograd.Function):
         scale: float,
         partial: Partial,
         staging: Staging,
+        page_grads: Sequence[Page | None],
         *flat: Tensor,
     ) -> Tensor:
         heads, kv_heads = q.shape[1], k.shape[1]
@@ -176,6 +183,7 @@ class _SegmentAttention(torch.autograd.Function):
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse, *flat)
         ctx.scale, ctx.partial, ctx.staging = scale, partial, staging
+        ctx.page_grads = page_grads
         return out
 
     @staticmethod
@@ -187,11 +195,19 @@ class _SegmentAttention(torch.autograd.Function):
             dout, q, _expand(k, heads), _expand(v, heads), out, lse, True, ctx.scale
         )
         dq = dq.to(lse.dtype)
-        for pk, pv in staged(_pairs(flat), q.device, ctx.staging):
+        pages = staged(_pairs(flat), q.device, ctx.staging)
+        for (pk, pv), grad in zip(pages, ctx.page_grads, strict=True):
             shared = pk.shape[0] == 1
             dout_, q_, out_ = (_fold(x, kv_heads, shared) for x in (dout, q, out))
             lse_ = _fold(lse[..., None], kv_heads, shared)[..., 0]
-            dq += _unfold(partial.backward_q(dout_, q_, pk, pv, out_, lse_, ctx.scale), q)
+            args = dout_, q_, pk, pv, out_, lse_
+            if grad is None:
+                dq_ = partial.backward_q(*args, ctx.scale)
+            else:
+                dq_, *dpage = partial.backward(*args, False, ctx.scale)
+                for into, dx in zip(grad, dpage, strict=True):
+                    add_over(into, dx)
+            dq += _unfold(dq_, q)
         shape = (*k.shape[:2], heads // kv_heads, *k.shape[2:])
         dk, dv = dk.reshape(shape).sum(2), dv.reshape(shape).sum(2)
-        return (dq.to(q.dtype), dk, dv, None, None, None, *([None] * len(flat)))
+        return (dq.to(q.dtype), dk, dv, *([None] * (4 + len(flat))))

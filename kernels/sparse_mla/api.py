@@ -46,6 +46,7 @@ def sparse_mla(
     start: int,
     scale: float,
     value_dim: int,
+    page_grads: Sequence[Tensor | None] | None = None,
 ) -> LatentAttention:
     """Attend from each new token to the tokens selected for it, resident or new.
 
@@ -60,11 +61,12 @@ def sparse_mla(
         start: absolute position of the first new token.
         scale: factor on the scores.
         value_dim: V, how much of C is the latent.
+        page_grads: for each page where the backward adds its gradient, in place, [T, C], or None
+            for a constant; by default all are. Wider dtypes and CPU memory are welcome.
 
     Returns:
         Out in the dtype of q, and log-sum-exp; 0 and -inf for a query with no token. Both are
-        differentiable in q, in latents, and in those pages that require grad: pages captured
-        without autograd receive none.
+        differentiable in q and in latents; gradients of pages come through ``page_grads`` alone.
 
     Raises:
         ValueError: a shape, dtype, device or position does not fit; the text says which.
@@ -83,7 +85,10 @@ def sparse_mla(
     starts = (*(page.start for page in pages), start)
     rows = (*(page.rows for page in pages), latents_SC)
     with torch.autocast(q_SNC.device.type, enabled=False):  # scores are wide, whatever the caller's
-        out, lse = SelectedAttention.apply(q_SNC, selection_SK, scale, value_dim, starts, *rows)
+        grads = [None] * len(pages) if page_grads is None else list(page_grads)
+        out, lse = SelectedAttention.apply(
+            q_SNC, selection_SK, scale, value_dim, grads, starts, *rows
+        )
     return LatentAttention(out, lse)
 
 
@@ -94,6 +99,7 @@ def dense_mla(
     *,
     scale: float,
     value_dim: int,
+    page_grads: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """Attend from each new token to all resident tokens and causally to the new ones.
 
@@ -106,9 +112,11 @@ def dense_mla(
         latents_BSC: latents and rotated keys of the new tokens, [B, S, C].
         pages: the same of resident tokens in order, [1 or B, T_i, C] each; in CPU memory too, from
             which they come one by one.
+        page_grads: as for ``sparse_mla``, in the shapes of the pages.
 
     Returns:
-        [B, S, N, V] in the dtype of q. Differentiable in q and latents; pages receive no gradient.
+        [B, S, N, V] in the dtype of q. Differentiable in q and latents; gradients of pages come
+        through ``page_grads`` alone.
 
     Raises:
         ValueError: a shape, dtype or device does not fit; the text says which.
@@ -120,12 +128,18 @@ def dense_mla(
         )
     _check(q_BSNC.flatten(0, 1), latents_BSC.flatten(0, 1), value_dim)
     own = latents_BSC[:, None]
-    held = [Page(page[:, None], page[:, None]) for page in pages]
+    held = [_as_key_and_value(page) for page in pages]
+    grads = [g if g is None else _as_key_and_value(g) for g in page_grads or [None] * len(pages)]
     impl: Impl = "cpu" if q_BSNC.device.type == "cpu" else "reference"
     q_BNSC = q_BSNC.transpose(1, 2)
     with torch.autocast(q_BSNC.device.type, enabled=False):
-        out = segment_attention(q_BNSC, own, own, held, scale=scale, impl=impl)
+        out = segment_attention(q_BNSC, own, own, held, scale=scale, impl=impl, page_grads=grads)
     return out[..., :value_dim].transpose(1, 2)
+
+
+def _as_key_and_value(x_BTC: Tensor) -> Page:
+    """Both the same memory: as a gradient, what is added to either counts."""
+    return Page(x_BTC[:, None], x_BTC[:, None])
 
 
 def _check(q: Tensor, latents: Tensor, value_dim: int) -> None:

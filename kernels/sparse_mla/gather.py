@@ -43,4 +43,5 @@ def scatter_add_rows(into: Span, selection_SK: Tensor, values_SKC: Tensor) -> No
     flat = selection_SK.reshape(-1)
     where = _inside(into, flat)
     values = values_SKC.reshape(-1, values_SKC.shape[-1])
-    into.rows.index_add_(0, flat[where] - into.start, values[where])
+    rows, place = into.rows, flat[where] - into.start
+    rows.index_add_(0, place.to(rows.device), values[where].to(rows.device, rows.dtype))

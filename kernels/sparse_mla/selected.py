@@ -61,10 +61,11 @@ def _spans(starts: Sequence[int], rows: Sequence[Tensor], device: torch.device) 
 
 
 class SelectedAttention(torch.autograd.Function):
-    """(q, selection, scale, V, starts, *rows) -> (o [S, N, V] as q, l [S, N] float32 or wider).
+    """(q, selection, scale, V, grads, starts, *rows) -> (o, l).
 
-    Differentiable in q and in every tensor of rows that requires it; ``starts`` has their first
-    positions.
+    o [S, N, V] has the dtype of q, l [S, N] is float32 or wider. ``starts`` has the first positions
+    of the rows. Differentiable in q and in the last rows, those of the new tokens; for the others
+    ``grads`` says where theirs are added, in place, or None.
     """
 
     @staticmethod
@@ -74,6 +75,7 @@ class SelectedAttention(torch.autograd.Function):
         selection: Tensor,
         scale: float,
         value_dim: int,
+        grads: Sequence[Tensor | None],
         starts: tuple[int, ...],
         *rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -87,7 +89,7 @@ class SelectedAttention(torch.autograd.Function):
             lse[block] = scores.logsumexp(-1)
             out[block] = _probabilities(scores, lse[block]) @ latents[..., :value_dim]
         ctx.save_for_backward(q, selection, out, lse, *rows)
-        ctx.scale, ctx.starts = scale, starts
+        ctx.scale, ctx.starts, ctx.grads = scale, starts, grads
         return out, lse
 
     @staticmethod
@@ -95,20 +97,21 @@ class SelectedAttention(torch.autograd.Function):
         q, selection, out, lse, *rows = ctx.saved_tensors
         spans = _spans(ctx.starts, rows, q.device)
         dq = torch.empty_like(q)
-        drows = [
-            torch.zeros_like(r, dtype=lse.dtype, device=q.device) if needed else None
-            for r, needed in zip(rows, ctx.needs_input_grad[5:], strict=True)
+        own = torch.zeros_like(rows[-1], dtype=lse.dtype)
+        targets = [
+            Span(start, grad)
+            for start, grad in zip(ctx.starts, [*ctx.grads, own], strict=True)
+            if grad is not None
         ]
-        targets = [Span(s, d) for s, d in zip(ctx.starts, drows, strict=True) if d is not None]
         for block in _blocks(q, selection):
             part = q[block], out[block], lse[block], dout[block], dlse[block]
             dq[block], dlatents = _backward_of_block(
-                *part, *gather_rows(spans, selection[block], lse.dtype), ctx.scale, bool(targets)
+                *part, *gather_rows(spans, selection[block], lse.dtype), ctx.scale
             )
             for target in targets:
                 scatter_add_rows(target, selection[block], dlatents)
-        grads = [d if d is None else d.to(r) for d, r in zip(drows, rows, strict=True)]
-        return dq, None, None, None, None, *grads
+        constants = [None] * (5 + len(ctx.grads))
+        return dq, *constants, own.to(rows[-1].dtype)
 
 
 def _backward_of_block(
@@ -120,9 +123,8 @@ def _backward_of_block(
     latents: Tensor,
     found: Tensor,
     scale: float,
-    rows_too: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dq and dL of a block; dL is empty unless ``rows_too``."""
+    """dq and dL of a block."""
     wide = lse.dtype
     q, out, dout = q.to(wide), out.to(wide), dout.to(wide)
     value_dim = out.shape[-1]
@@ -130,8 +132,6 @@ def _backward_of_block(
     delta = (dout * out).sum(-1) - dlse
     dscores = probs * (dout @ latents[..., :value_dim].mT - delta[..., None]) * scale
     dq = dscores @ latents
-    if not rows_too:
-        return dq, dq.new_empty(0)
     dlatents = dscores.mT @ q
     dlatents[..., :value_dim] += probs.mT @ dout
     return dq, dlatents

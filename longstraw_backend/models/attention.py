@@ -37,11 +37,15 @@ def _attention(
     query, key, value = _common_dtype(query, key, value)
     segment = walk.segment
     out = segment_attention(
-        query, key, value, segment.resident(layer), scale=scaling, staging=segment.staging
+        query,
+        key,
+        value,
+        segment.resident(layer),
+        scale=scaling,
+        staging=segment.staging,
+        page_grads=segment.cotangents(layer),
     )
-    if walk.commit:
-        segment.write(layer, key, value)
-    return out.transpose(1, 2), None
+    return walk.left(layer, out.transpose(1, 2), key, value), None
 
 
 def _common_dtype(*tensors: Tensor) -> list[Tensor]:

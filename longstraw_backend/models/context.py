@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longstraw_backend.state import Segment
+
+from .cotangents import release
 
 __all__ = ["Head", "Walk", "walk_of_call"]
 
@@ -24,8 +27,10 @@ class Walk:
         segment: state of all earlier tokens.
         commit: write what the new tokens leave to the segment (capture, decode) or leave the state
             as it is (score, replay).
-        head: what to return; None returns nothing.
+        head: what to return; None returns nothing, or the last hidden states of a reverse walk.
         checkpointing: recompute each decoder layer in the backward.
+        reverse: the new tokens are those of the segment's that follow: what cotangents they have
+            of what they leave flow in when the backward comes to it.
         selections: by layer, what an indexer selected in this call, [B, T, K]: a recomputation of
             the layer takes it instead of scoring all keys again.
     """
@@ -34,7 +39,23 @@ class Walk:
     commit: bool
     head: Head | None
     checkpointing: bool = False
+    reverse: bool = False
     selections: dict[int, Tensor] = field(default_factory=dict)
+
+    def left(self, layer: int, out: Tensor, *values: Tensor) -> Tensor:
+        """The layer's output, with ``values``, what its new tokens leave, on the way to it.
+
+        Writes the values to the segment if they are to stay. In a reverse walk the backward of the
+        result also hands the values the cotangents that later tokens have left for them.
+        """
+        if self.commit:
+            self.segment.write(layer, *values)
+        if not self.reverse or not torch.is_grad_enabled():
+            return out
+        start = self.segment.length
+        length = out.shape[1]
+        cotangents = self.segment.layers[layer].cotangents_of(start, start + length)
+        return release(out, cotangents, values)
 
 
 def walk_of_call(longstraw: Walk | None, attention_mask: Any, mixer: str) -> Walk:

@@ -42,10 +42,17 @@ class DrivenModel:
     new_states: tuple[NewLayerState, ...]
     device: torch.device
 
-    def segment(self, capacity: int, page_tokens: int, placement: Placement = ON_DEVICE) -> Segment:
-        """An empty root segment, whose state rests where ``placement`` says."""
+    def segment(
+        self,
+        capacity: int,
+        page_tokens: int,
+        placement: Placement = ON_DEVICE,
+        cotangents: torch.dtype | None = None,
+    ) -> Segment:
+        """An empty root segment, whose state rests where ``placement`` says; with ``cotangents`` it
+        can be walked in reverse."""
         layers = [new(capacity, page_tokens, placement) for new in self.new_states]
-        return Segment(layers, capacity, staging=placement.staging)
+        return Segment(layers, capacity, staging=placement.staging, cotangents=cotangents)
 
 
 def drive(model: nn.Module) -> DrivenModel:
@@ -83,7 +90,7 @@ def _causal_lm_forward(
         input_ids=input_ids, position_ids=position_ids, use_cache=False, longstraw=longstraw
     )
     if longstraw.head is None:
-        return ()
+        return (out.last_hidden_state,) if longstraw.reverse else ()
     result: tuple[Tensor, ...] = model.lm_head(out.last_hidden_state, longstraw.head)
     return result
 

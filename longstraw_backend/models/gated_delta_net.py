@@ -23,6 +23,7 @@ from longstraw_backend.kernels.staging import here
 from longstraw_backend.state import Recurrent
 
 from .context import Walk, walk_of_call
+from .cotangents import collected
 
 __all__ = ["install"]
 
@@ -47,11 +48,10 @@ def _forward(
     q, k, v = _heads(mixer, mixed_BTC)
     # float32 as in the stock module, also for float64 models
     decay = -mixer.A_log.float().exp() * F.softplus(a_BTN.float() + mixer.dt_bias)
-    out_BTNV, recurrent = gated_delta_rule(
-        _unit(q), _unit(k), v, decay, b_BTN.sigmoid(), before.recurrent, final_state=walk.commit
-    )
+    rule = _unit(q), _unit(k), v, decay, b_BTN.sigmoid(), before.recurrent
+    out_BTNV, recurrent = gated_delta_rule(*rule, final_state=walk.commit or walk.reverse)
     if recurrent is not None:
-        walk.segment.write(mixer.layer_idx, conv, recurrent)
+        out_BTNV = walk.left(mixer.layer_idx, out_BTNV, conv, recurrent)
     dim = mixer.head_v_dim
     normed: Tensor = mixer.norm(out_BTNV.reshape(-1, dim), z.reshape(-1, dim))
     out: Tensor = mixer.out_proj(normed.reshape(*hidden_states.shape[:2], -1))
@@ -79,7 +79,11 @@ def _boundary(mixer: Any, walk: Walk, x_BTC: Tensor) -> Recurrent:
     rows = x_BTC.shape[0]
     resident: list[Recurrent] = walk.segment.resident(mixer.layer_idx)
     if resident:
-        conv, recurrent = (here(x, x_BTC.device) for x in resident[-1])
+        sinks = walk.segment.cotangents(mixer.layer_idx)[-1] or (None, None)
+        conv, recurrent = (
+            collected(here(x, x_BTC.device), into)
+            for x, into in zip(resident[-1], sinks, strict=True)
+        )
         return Recurrent(conv.expand(rows, -1, -1), recurrent.expand(rows, -1, -1, -1))
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
     heads = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim

@@ -66,6 +66,7 @@ def mla_attention(
     latent_pages: Sequence[Tensor],
     index_pages: Sequence[Tensor] = (),
     selection_BSK: Tensor | None = None,
+    latent_grads: Sequence[Tensor | None] | None = None,
 ) -> MlaOutput:
     """Attention of S new tokens over resident tokens and over themselves.
 
@@ -79,6 +80,8 @@ def mla_attention(
         selection_BSK: for a ``shared`` layer that of the nearest ``full`` layer before. For a
             ``full`` layer None, or what it selected for the same tokens over the same state before
             (a recomputation): scores over all keys are then not made again.
+        latent_grads: for each of ``latent_pages`` where the backward adds its gradient, or None for
+            a constant; one row only. By default all are constants.
 
     Raises:
         ValueError: a ``shared`` layer without a selection, or what the kernels refuse.
@@ -99,7 +102,7 @@ def mla_attention(
             selection = _select(
                 attn.indexer, spec.index, hidden_BSD, q_low, rope, index_keys, index_pages
             )
-    out = _attend(spec, kind, q, latents, latent_pages, selection)
+    out = _attend(spec, kind, q, latents, latent_pages, selection, latent_grads)
     values = torch.einsum("bsnc,nvc->bsnv", out, w_value)
     hidden = attn.o_proj(values.flatten(2))
     return MlaOutput(hidden, latents, index_keys, None if kind == "dense" else selection)
@@ -223,15 +226,20 @@ def _attend(
     latents: Tensor,
     pages: Sequence[Tensor],
     selection: Tensor | None,
+    grads: Sequence[Tensor | None] | None,
 ) -> Tensor:
     """Output in the latent space, [B, S, N, latent]."""
     if kind == "dense":
-        return dense_mla(q, latents, pages, scale=spec.scale, value_dim=spec.latent)
+        return dense_mla(
+            q, latents, pages, scale=spec.scale, value_dim=spec.latent, page_grads=grads
+        )
     if selection is None:
         raise ValueError("selection: a shared layer needs that of a full layer before it")
     start = sum(page.shape[1] for page in pages)
+    where: Any = dict(start=start, scale=spec.scale, value_dim=spec.latent)
+    where["page_grads"] = None if grads is None else [g if g is None else g[0] for g in grads]
     rows = [
-        sparse_mla(*row, _rows(pages, i), start=start, scale=spec.scale, value_dim=spec.latent).out
+        sparse_mla(*row, _rows(pages, i), **where).out
         for i, row in enumerate(zip(q, latents, selection, strict=True))
     ]
     return torch.stack(rows)

@@ -47,6 +47,7 @@ def _forward(
     walk = walk_of_call(longstraw, attention_mask, "latent attention")
     layer: int = attn.layer_idx
     pages: list[LatentPage] = walk.segment.resident(layer)
+    sinks: list[LatentPage | None] = walk.segment.cotangents(layer)
     out = mla_attention(
         attn,
         spec,
@@ -56,14 +57,14 @@ def _forward(
         [page.latents[:, 0] for page in pages],
         [page.index_keys[:, 0] for page in pages if page.index_keys is not None],
         walk.selections.get(layer) if kind == "full" else prev_topk_indices,
+        [None if sink is None else sink.latents[:, 0] for sink in sinks],
     )
     if out.selection is not None:
         walk.selections[layer] = out.selection
-    if walk.commit:
-        walk.segment.write(layer, *_state(out))
+    hidden = walk.left(layer, out.hidden, *_state(out))
     # GLM's decoder layer hands the selection on to the next
     hands_on = attn.config.model_type == "glm_moe_dsa"
-    return (out.hidden, None, out.selection) if hands_on else (out.hidden, None)
+    return (hidden, None, out.selection) if hands_on else (hidden, None)
 
 
 def _state(out: MlaOutput) -> list[Tensor]:

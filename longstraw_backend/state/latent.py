@@ -27,3 +27,4 @@ class LatentPages(TokenPages):
     """Latents and, on layers that select, index keys: one head, whatever the model has."""
 
     piece = LatentPage
+    differentiable = 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from .placement import Placement, StateKind
@@ -26,10 +27,12 @@ class LayerState(ABC):
     Attributes:
         kind: what a :class:`Placement` knows it as.
         on_host: whether it rests in CPU memory; what is visible is handed out as it rests.
+        cotangent_dtype: of cotangents, which are at least as wide as that; None if none are kept.
     """
 
     kind: ClassVar[StateKind]
     on_host: bool = False
+    cotangent_dtype: torch.dtype | None = None
 
     @abstractmethod
     def write(self, start: int, *values: Tensor) -> None:
@@ -43,6 +46,24 @@ class LayerState(ABC):
     def visible(self, length: int) -> list[Any]:
         """What tokens after the segment's first ``length`` need of it, in pieces; none for 0."""
 
+    def track(self, dtype: torch.dtype) -> None:
+        """Keep, from now on, what a walk in reverse needs: the state at every boundary between
+        blocks, and cotangents of it."""
+        self.cotangent_dtype = dtype
+
+    @abstractmethod
+    def cotangents(self, length: int) -> list[Any]:
+        """Where later tokens add the cotangents of ``visible(length)``: the same pieces, zero at
+        first and resting where the state does; None for a piece that is a constant."""
+
+    @abstractmethod
+    def cotangents_of(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """What has been added up for the values that tokens [start, stop) have written."""
+
+    @abstractmethod
+    def drop_cotangents(self, start: int = 0) -> None:
+        """Forget those of tokens from ``start`` on."""
+
     @abstractmethod
     def empty(self, capacity: int) -> LayerState:
         """A fresh state of the same kind, for a branch of so many tokens, on the device."""
@@ -50,7 +71,12 @@ class LayerState(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held, wherever."""
+        """Bytes held, wherever; without cotangents."""
+
+    @property
+    @abstractmethod
+    def cotangent_nbytes(self) -> int:
+        """Bytes of cotangents held."""
 
 
 class NewLayerState(Protocol):

@@ -6,15 +6,17 @@ copies what it already holds. Legend: B rows, K heads, S tokens, H a tensor's ow
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from longstraw_backend.kernels.segment_attention import Page
 from longstraw_backend.kernels.staging import copy_over
 
 from .layer import LayerState
-from .placement import ON_DEVICE, Placement, StateKind, bytes_of, room_for
+from .placement import ON_DEVICE, Placement, StateKind, bytes_of, room_for, zeros_for
 
 __all__ = ["KVPages", "TokenPages"]
 
@@ -25,16 +27,19 @@ class TokenPages(LayerState):
     Attributes:
         piece: the named tuple that a page is handed out as; its fields are what is written.
         kind: latents, unless a subclass says otherwise.
+        differentiable: how many of the fields, from the first on, have cotangents.
     """
 
     kind: ClassVar[StateKind] = "latent"
     piece: type[Any] = tuple
+    differentiable: ClassVar[int]
 
     def __init__(self, capacity: int, page_tokens: int, placement: Placement = ON_DEVICE) -> None:
         self.capacity = capacity
         self.page_tokens = page_tokens
         self.on_host = self.kind in placement.host
         self._pages: list[tuple[Tensor, ...]] = []
+        self._cotangents: dict[int, tuple[Tensor, ...]] = {}
 
     def write(self, start: int, *values: Tensor) -> None:
         """Write tokens at [start, start + T). Writing the same place again is allowed: only the
@@ -65,12 +70,47 @@ class TokenPages(LayerState):
 
     def visible(self, length: int) -> list[Any]:
         """The pages' first ``length`` tokens, as views."""
-        pages = []
-        for index, page in enumerate(self._pages):
-            count = min(length - index * self.page_tokens, page[0].shape[2])
-            if count > 0:
-                pages.append(self.piece(*(x[:, :, :count] for x in page)))
-        return pages
+        return [
+            self.piece(*(x[:, :, :count] for x in self._pages[index]))
+            for index, _, count in self._parts(0, length)
+        ]
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Pages of tokens [start, stop): number, first token within, count."""
+        while start < stop:
+            index, offset = divmod(start, self.page_tokens)
+            count = min(stop - start, self._pages[index][0].shape[2] - offset)
+            yield index, offset, count
+            start += count
+
+    def cotangents(self, length: int) -> list[Any]:
+        """Views of whole buffers, in the pages' layout."""
+        return [
+            None
+            if self.cotangent_dtype is None
+            else self.piece(*(x[:, :, :count] for x in self._cotangents_of_page(index)))
+            for index, _, count in self._parts(0, length)
+        ]
+
+    def cotangents_of(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """[B, K, T, H] each, put together from all pages they lie in."""
+        parts = [
+            [x[:, :, offset : offset + count] for x in self._cotangents_of_page(index)]
+            for index, offset, count in self._parts(start, stop)
+        ]
+        return tuple(torch.cat(field, dim=2) for field in zip(*parts, strict=True))
+
+    def _cotangents_of_page(self, index: int) -> tuple[Tensor, ...]:
+        assert self.cotangent_dtype is not None
+        if index not in self._cotangents:
+            fields = self._pages[index][: self.differentiable]
+            self._cotangents[index] = tuple(zeros_for(x, self.cotangent_dtype) for x in fields)
+        return self._cotangents[index]
+
+    def drop_cotangents(self, start: int = 0) -> None:
+        """Pages of which any token lies before ``start`` stay."""
+        for index in [i for i in self._cotangents if i * self.page_tokens >= start]:
+            del self._cotangents[index]
 
     def empty(self, capacity: int) -> TokenPages:
         return type(self)(capacity, self.page_tokens)
@@ -79,9 +119,14 @@ class TokenPages(LayerState):
     def nbytes(self) -> int:
         return sum(bytes_of(x) for page in self._pages for x in page)
 
+    @property
+    def cotangent_nbytes(self) -> int:
+        return sum(bytes_of(x) for page in self._cotangents.values() for x in page)
+
 
 class KVPages(TokenPages):
     """Keys (after norm and RoPE) and values of an attention layer, [B, K, S, H] each."""
 
     kind = "attention"
     piece = Page
+    differentiable = 2

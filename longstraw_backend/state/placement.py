@@ -15,7 +15,15 @@ from torch import Tensor
 
 from longstraw_backend.kernels.staging import Staging
 
-__all__ = ["ON_DEVICE", "STATE_KINDS", "Placement", "StateKind", "bytes_of", "room_for"]
+__all__ = [
+    "ON_DEVICE",
+    "STATE_KINDS",
+    "Placement",
+    "StateKind",
+    "bytes_of",
+    "room_for",
+    "zeros_for",
+]
 
 StateKind = Literal["attention", "latent", "recurrent"]
 """Keys and values of attention; latents and index keys of MLA; states of gated delta nets."""
@@ -44,6 +52,12 @@ def room_for(shape: Sequence[int], like: Tensor, host: bool) -> Tensor:
     if host:
         return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
     return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def zeros_for(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros in the shape of ``x``, where it rests, in ``dtype`` or that of ``x`` if it is wider."""
+    wide = torch.promote_types(x.dtype, dtype)
+    return torch.zeros(x.shape, dtype=wide, device=x.device, pin_memory=x.is_pinned())
 
 
 def bytes_of(x: Tensor) -> int:

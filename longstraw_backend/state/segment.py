@@ -6,10 +6,12 @@ continuation or a turn is a branch on top. A segment is immutable while somethin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longstraw_backend.kernels.staging import Staging
@@ -25,7 +27,9 @@ class Segment:
     Owned by whoever created it, on one rank; lives until dropped by its owner. ``length`` tokens
     are visible; ``capacity`` is fixed at creation and is what memory is allocated for. ``layers``
     are empty states, one a layer, of the kind that the layer's mixer needs. ``staging`` is how
-    attention brings over those that rest in CPU memory; a branch has that of its root.
+    attention brings over those that rest in CPU memory; a branch has that of its root. With
+    ``cotangents`` it is tracked: kept in a form that can be walked in reverse, with cotangents in
+    that dtype or wider.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Segment:
         capacity: int,
         parent: Segment | None = None,
         staging: Staging = "segments",
+        cotangents: torch.dtype | None = None,
     ) -> None:
         self.parent = parent
         self.staging: Staging = staging if parent is None else parent.staging
@@ -42,6 +47,9 @@ class Segment:
         self.capacity = capacity
         self.layers = layers
         self._holds = 0
+        if cotangents is not None:
+            for layer in layers:
+                layer.track(cotangents)
 
     @property
     def stop(self) -> int:
@@ -50,13 +58,18 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this segment alone, parents excluded."""
+        """Bytes of this segment alone, parents and cotangents excluded."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def cotangent_nbytes(self) -> int:
+        """Bytes of its cotangents."""
+        return sum(layer.cotangent_nbytes for layer in self.layers)
 
     @property
     def host_nbytes(self) -> int:
         """Those of :attr:`nbytes` that rest in CPU memory."""
-        return sum(layer.nbytes for layer in self._layers if layer.on_host)
+        return sum(layer.nbytes for layer in self.layers if layer.on_host)
 
     def resident(self, layer: int) -> list[Any]:
         """State of all visible tokens from position 0 in pieces of the layer's kind, parents first,
@@ -66,6 +79,23 @@ class Segment:
         """
         below = self.parent.resident(layer) if self.parent is not None else []
         return below + self.layers[layer].visible(self.length)
+
+    def cotangents(self, layer: int) -> list[Any]:
+        """Where cotangents of :meth:`resident` add up, piece by piece; None for constants."""
+        below = self.parent.cotangents(layer) if self.parent is not None else []
+        return below + self.layers[layer].cotangents(self.length)
+
+    def before(self, length: int) -> Segment:
+        """A tracked segment as it was when only ``length`` tokens, all of whole blocks, were
+        visible: what a block that is walked again stands on."""
+        view = copy.copy(self)
+        view.length = length
+        return view
+
+    def drop_cotangents(self, start: int = 0) -> None:
+        """Forget cotangents of its tokens from ``start`` on: they have been passed on."""
+        for layer in self.layers:
+            layer.drop_cotangents(start)
 
     def write(self, layer: int, *values: Tensor) -> None:
         """Lay what new tokens leave after the visible ones; :meth:`commit` makes it visible."""
@@ -97,7 +127,8 @@ class Segment:
             self._holds -= 1
 
     @contextmanager
-    def branch(self, capacity: int) -> Iterator[Segment]:
+    def branch(self, capacity: int, cotangents: torch.dtype | None = None) -> Iterator[Segment]:
         """A segment on top of this one; popped, with its state, at the end of the block."""
+        layers = [layer.empty(capacity) for layer in self.layers]
         with self.hold():
-            yield Segment([layer.empty(capacity) for layer in self.layers], capacity, parent=self)
+            yield Segment(layers, capacity, parent=self, cotangents=cotangents)

@@ -1,13 +1,14 @@
 """The group transaction: capture, score, replay, pop; and decode on a branch."""
 
-from .advance import advance
+from .advance import Block, advance, predict
 from .batch import BatchRun
+from .capture import GroupWalk, capture_prompt
 from .decode import Sample, Sampling, decode, generate
-from .group import GroupWalk, capture_prompt, replay, score
 from .meter import Meter
 
 __all__ = [
     "BatchRun",
+    "Block",
     "GroupWalk",
     "Meter",
     "Sample",
@@ -16,6 +17,5 @@ __all__ = [
     "capture_prompt",
     "decode",
     "generate",
-    "replay",
-    "score",
+    "predict",
 ]

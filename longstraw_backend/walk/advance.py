@@ -1,14 +1,20 @@
-"""The one operation everything is built from."""
+"""The one operation everything is built from, and the blocks it is applied to."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.models import DrivenModel, Head, Walk
 from longstraw_backend.state import Segment
 
-__all__ = ["advance"]
+from .heads import log_probs_head
+
+__all__ = ["Block", "advance", "predict", "spans"]
 
 
 def advance(
@@ -18,6 +24,7 @@ def advance(
     *,
     grad: bool = False,
     commit: bool = True,
+    reverse: bool = False,
     head: Head | None = None,
     checkpointing: bool = False,
 ) -> tuple[Tensor, ...]:
@@ -26,19 +33,24 @@ def advance(
         capture, one prompt chunk      grad=False, commit=True
         score, decode                  grad=False, commit=False / on a branch of its own, True
         replay                         grad=True,  commit=False
+        a block again, in reverse      grad=True,  commit=False, reverse=True
 
     Args:
         tokens_BT: token ids after ``segment``, [B, T] int64; B > 1 only where the rows share all
             state or each state has B rows.
         segment: state of all earlier tokens; extended by T tokens if ``commit``.
-        head: what to return, from the last hidden states; None for a capture.
+        reverse: the tokens are those that follow in a tracked segment, of which ``segment`` is a
+            view: the backward also takes in the cotangents of what they left. One row.
+        head: what to return, from the last hidden states; None for a capture, and in reverse for a
+            block of a prompt, which returns the hidden states for the backward to begin at.
 
     Returns:
-        The head's tensors; with ``grad`` they carry the graph of this block alone.
+        The head's tensors; with ``grad`` they carry the graph of this block alone. The backward
+        adds cotangents to tracked segments below.
     """
     rows, length = tokens_BT.shape
     positions = torch.arange(segment.stop, segment.stop + length, device=tokens_BT.device)
-    walk = Walk(segment, commit, head, checkpointing)
+    walk = Walk(segment, commit, head, checkpointing, reverse)
     with torch.set_grad_enabled(grad):
         out: tuple[Tensor, ...] = model.module(
             input_ids=tokens_BT, position_ids=positions.expand(rows, length), longstraw=walk
@@ -46,3 +58,62 @@ def advance(
     if commit:
         segment.commit(length)
     return out
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens of one row and what is to be predicted from each.
+
+    Attributes:
+        inputs: token ids, [T] int64.
+        targets: token ids, [T] int64.
+        temperature: of the distribution.
+        entropy: whether entropies are wanted.
+        head_chunk_tokens: tokens whose logits exist at one time.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    temperature: float
+    entropy: bool
+    head_chunk_tokens: int
+
+    def __getitem__(self, part: slice) -> Block:
+        rest = self.temperature, self.entropy, self.head_chunk_tokens
+        return Block(self.inputs[part], self.targets[part], *rest)
+
+
+def predict(
+    model: DrivenModel,
+    block: Block,
+    segment: Segment,
+    *,
+    grad: bool = False,
+    commit: bool = False,
+    reverse: bool = False,
+    checkpointing: bool = False,
+) -> LogProbs:
+    """:func:`advance` by a block with the log-prob head; [T] each."""
+    head = log_probs_head(
+        block.targets.to(model.device),
+        block.temperature,
+        entropy=block.entropy,
+        chunk_tokens=block.head_chunk_tokens,
+    )
+    out = advance(
+        model,
+        block.inputs[None].to(model.device),
+        segment,
+        grad=grad,
+        commit=commit,
+        reverse=reverse,
+        head=head,
+        checkpointing=checkpointing,
+    )
+    return LogProbs(*out)
+
+
+def spans(length: int, block: int) -> Iterator[slice]:
+    """Blocks of a stretch of tokens; the last may be shorter."""
+    for start in range(0, length, block):
+        yield slice(start, min(start + block, length))

@@ -1,4 +1,4 @@
-"""A batch of groups, one after the other; the only loop over groups and rows there is."""
+"""A batch of groups, one after the other; the only loop over groups there is."""
 
 from __future__ import annotations
 
@@ -16,22 +16,14 @@ from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, Segment
 
 from .advance import advance
-from .group import GroupWalk, num_chunks
+from .capture import GroupWalk, num_chunks
 from .heads import log_probs_head
 from .meter import Meter
+from .pace import Pace, Pass, agreed_runs, run_lengths
+from .responses import ResponseWalk, passes_of
+from .tree import Node, response_tree
 
 __all__ = ["BatchRun", "captured_in_lockstep"]
-
-
-def _idle(model: DrivenModel, *, head: bool, grad: bool = False) -> None:
-    """A pass that changes nothing, for a rank that others wait for: it must gather what they do,
-    the output embedding too if they use the head."""
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    log_probs = log_probs_head(token[0], 1.0, entropy=False, chunk_tokens=1) if head else None
-    empty = model.segment(0, 1)
-    out = advance(model, token, empty, grad=grad, commit=False, head=log_probs)
-    if grad:
-        (out[0].sum() * 0.0).backward()
 
 
 def captured_in_lockstep(
@@ -40,13 +32,13 @@ def captured_in_lockstep(
     """The group's prompt state; other ranks may take more chunks, or have no group at all."""
     own = 0
     if group is not None and key is not None and walk.store.get(key) is None:
-        own = num_chunks(group.prompt.numel(), walk.config.chunk_tokens)
+        own = num_chunks(group.prompt.numel(), walk.config.capture_tokens)
     (most,) = lockstep.most([own])
     segment = (
         walk.captured(group.prompt, key, meter) if group is not None and key is not None else None
     )
     for _ in range(most - own):
-        _idle(walk.model, head=False)
+        _idle_capture(walk.model)
     return segment
 
 
@@ -74,43 +66,81 @@ class BatchRun:
 
     def run(self, groups: Sequence[Group]) -> None:
         """All groups in order; ranks stay in lockstep."""
-        plan = self.lockstep.most([sum(r.response.numel() > 0 for r in g.rows) for g in groups])
-        total, done = sum(plan), 0
+        config = self.walk.config
+        trees = [response_tree(g, self.temperature, config.shared_tokens) for g in groups]
+        passes = [
+            list(passes_of(tree, group.prompt.numel(), config, grad=self.grad))
+            for tree, group in zip(trees, groups, strict=True)
+        ]
+        plan = agreed_runs(self.lockstep, [run_lengths(k for k, _ in p) for p in passes])
+        backwards = sum(n for runs in plan for i, n in enumerate(runs) if i % len(Pass))
+        pace = Pace(lambda kind: _idle(self.walk.model, kind), self.last, backwards)
         with tqdm(
-            total=total, unit="row", desc=self._verb, disable=self.walk.quiet, delay=5
+            total=sum(tokens for p in passes for _, tokens in p),
+            unit="tok",
+            unit_scale=True,
+            desc=self._verb,
+            disable=self.walk.quiet,
+            delay=5,
         ) as bar:
-            for slot, passes in enumerate(plan):
-                group = groups[slot] if slot < len(groups) else None
-                segment = captured_in_lockstep(
-                    self.walk, group, self.key(group) if group else None, self.meter, self.lockstep
-                )
-                rows = group.rows if group is not None else []
-                for row in rows:
-                    if row.response.numel() == 0:
-                        self.on_row(row, _no_log_probs(self.walk.model))
-                todo = [r for r in rows if r.response.numel() > 0]
-                for place in range(passes):
-                    done += 1
-                    with self.last(done == total):
-                        self._pass(group, segment, todo[place] if place < len(todo) else None)
-                    bar.update()
+            for slot, runs in enumerate(plan):
+                here = slot < len(groups)
+                segment = self._captured(groups[slot] if here else None)
+                pace.begin(runs)
+                if here and segment is not None:
+                    self._group(groups[slot], trees[slot], segment, pace, bar)
+                pace.finish()
 
     @property
     def _verb(self) -> str:
         return "replay" if self.grad else "score"
 
-    def _pass(self, group: Group | None, segment: Segment | None, row: Row | None) -> None:
-        if group is None or segment is None or row is None:
-            _idle(self.walk.model, head=True, grad=self.grad)
-            return
-        args = segment, group.prompt, row.response, self.meter
-        temperature = self.temperature(row)
-        if self.grad:
-            with self.walk.replayed(*args, temperature=temperature, entropy=self.entropy) as out:
-                self.on_row(row, out)
-        else:
-            out = self.walk.scored(*args, temperature=temperature, entropy=self.entropy)
-            self.on_row(row, out)
+    def _captured(self, group: Group | None) -> Segment | None:
+        key = self.key(group) if group is not None else None
+        return captured_in_lockstep(self.walk, group, key, self.meter, self.lockstep)
+
+    def _group(
+        self, group: Group, tree: Sequence[Node], segment: Segment, pace: Pace, bar: tqdm[None]
+    ) -> None:
+        for row in group.rows:
+            if row.response.numel() == 0:
+                self.on_row(row, _no_log_probs(self.walk.model))
+            self.meter.full_sequence_tokens += group.prompt.numel() + row.response.numel()
+            self.meter.response_tokens += row.response.numel()
+        model, config = self.walk.model, self.walk.config
+        walk = ResponseWalk(model, config, pace, self.meter, bar, self.on_row, self.entropy)
+        with self.meter.phase(self._verb, model.device), segment.hold():
+            if not self.grad:
+                walk.score(tree, segment)
+                return
+            segment.drop_cotangents()  # of a walk that failed half way
+            walk.replay(tree, segment)
+        if tree and config.gradient == "exact":
+            with self.meter.phase("prompt_backward", model.device), segment.hold():
+                walk.reverse_prompt(group, segment)
+
+
+def _idle(model: DrivenModel, kind: Pass) -> None:
+    """A pass that changes nothing, for a rank that others wait for: it must gather what they do,
+    the output embedding too if they use the head."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    head = log_probs_head(token[0], 1.0, entropy=False, chunk_tokens=1)
+    out = advance(
+        model,
+        token,
+        model.segment(0, 1),
+        grad=kind != Pass.SCORE,
+        commit=False,
+        reverse=kind == Pass.PROMPT,
+        head=None if kind == Pass.PROMPT else head,
+    )
+    if kind != Pass.SCORE:
+        (out[0].sum() * 0.0).backward()
+
+
+def _idle_capture(model: DrivenModel) -> None:
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    advance(model, token, model.segment(0, 1), commit=False)
 
 
 def _no_log_probs(model: DrivenModel) -> LogProbs:

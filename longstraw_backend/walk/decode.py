@@ -16,7 +16,7 @@ from longstraw_backend.state import PromptKey, Segment
 
 from .advance import advance
 from .batch import captured_in_lockstep
-from .group import GroupWalk
+from .capture import GroupWalk
 from .heads import last_logits
 from .meter import Meter
 

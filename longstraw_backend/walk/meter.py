@@ -18,12 +18,16 @@ class Meter:
     """Counters of one call; :meth:`metrics` names them.
 
     Attributes:
-        seconds: wall time per phase (capture, score, replay), device work included.
+        seconds: wall time per phase (capture, score, replay, prompt_backward) with device work.
         prompt_tokens_captured: prompt tokens that were run.
         full_sequence_tokens: prompt and response tokens an ordinary trainer would have run.
         response_tokens: response tokens scored or replayed.
         state_bytes: resident prompt state at its peak.
         graph_tokens_peak: most tokens in one autograd graph.
+        forward_tokens: tokens run after the capture, with a graph or without.
+        backward_tokens: tokens whose graph had a backward.
+        branch_bytes: state of responses that are walked in reverse, at its peak.
+        cotangent_bytes: cotangents of a prompt's state, at their peak.
     """
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -32,6 +36,10 @@ class Meter:
     response_tokens: int = 0
     state_bytes: int = 0
     graph_tokens_peak: int = 0
+    forward_tokens: int = 0
+    backward_tokens: int = 0
+    branch_bytes: int = 0
+    cotangent_bytes: int = 0
 
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
@@ -55,6 +63,9 @@ class Meter:
             "longstraw/response_tokens": float(self.response_tokens),
             "longstraw/resident_state_bytes": float(self.state_bytes),
             "longstraw/graph_tokens_peak": float(self.graph_tokens_peak),
+            "longstraw/forward_tokens": float(self.forward_tokens),
+            "longstraw/backward_tokens": float(self.backward_tokens),
+            "longstraw/cotangent_bytes": float(self.cotangent_bytes),
         }
 
 

@@ -14,8 +14,9 @@ from longstraw_backend.compare.sides import driven, replay_batch, walk_of
 from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.groups import Group, group_rows
 from longstraw_backend.oracle import Mode, Objective, Outcome, ordinary_training
+from longstraw_backend.state import Segment
 from longstraw_backend.tiny import AVAILABLE, tiny_model
-from longstraw_backend.walk import GroupWalk
+from longstraw_backend.walk import Block, GroupWalk, predict
 
 __all__ = [
     "BARS",
@@ -24,6 +25,7 @@ __all__ = [
     "VOCAB",
     "batch",
     "check",
+    "log_probs",
     "model",
     "one_group",
     "ours",
@@ -85,6 +87,21 @@ def theirs(
 ) -> Outcome:
     """Ordinary autograd."""
     return ordinary_training(stock, groups, objective, mode=mode)
+
+
+def log_probs(
+    one: GroupWalk,
+    segment: Segment,
+    prompt: Tensor,
+    response: Tensor,
+    *,
+    temperature: float = 1.0,
+    grad: bool = False,
+) -> Tensor:
+    """Of one response in a single block over its prompt's state, [R]."""
+    inputs = torch.cat([prompt[-1:], response[:-1]])
+    block = Block(inputs, response, temperature, False, one.config.head_chunk_tokens)
+    return predict(one.model, block, segment, grad=grad).log_probs
 
 
 def check(

@@ -9,8 +9,8 @@ from longstraw_backend.groups import prompt_digest
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey
 from longstraw_backend.tiny import AVAILABLE
-from longstraw_backend.walk import GroupWalk, Meter, Sample, Sampling, generate, score
-from tests.walk.cases import LATENT, model, tokens, walk
+from longstraw_backend.walk import GroupWalk, Meter, Sample, Sampling, generate
+from tests.walk.cases import LATENT, log_probs, model, tokens, walk
 
 PROMPT = tokens(37, seed=5)
 
@@ -42,10 +42,8 @@ def test_sampled_log_probs_equal_scores(family: str) -> None:
     for sample, sampling in zip(samples, samplings, strict=True):
         assert len(sample.token_ids) == sampling.max_new_tokens
         response = torch.tensor(sample.token_ids)
-        scored = score(
-            one.model, segment, PROMPT, response, one.config, temperature=sampling.temperature
-        )
-        assert torch.allclose(scored.log_probs, torch.tensor(sample.log_probs), rtol=0, atol=1e-5)
+        scored = log_probs(one, segment, PROMPT, response, temperature=sampling.temperature)
+        assert torch.allclose(scored, torch.tensor(sample.log_probs), rtol=0, atol=1e-5)
 
 
 def test_rollout_and_scoring_share_one_capture() -> None:

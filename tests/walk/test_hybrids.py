@@ -12,8 +12,8 @@ from longstraw_backend.compare.sides import measured
 from longstraw_backend.models import DrivenModel
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, Segment
-from longstraw_backend.walk import Meter, Sampling, advance, decode, replay
-from tests.walk.cases import HYBRIDS, check, model, one_group, ours, theirs, tokens, walk
+from longstraw_backend.walk import Meter, Sampling, advance, decode
+from tests.walk.cases import HYBRIDS, check, log_probs, model, one_group, ours, theirs, tokens, walk
 
 LINEAR, FULL = "linear_attention", "full_attention"
 PATTERNS = {
@@ -89,9 +89,9 @@ def test_no_replay_or_decode_changes_the_boundary_state(family: str) -> None:
     before = [t.clone() for t in _values(segment)]
     outputs = []
     for length in (9, 1, 9):
-        out = replay(one.model, segment, prompt, tokens(length, 3), one.config)
-        out.log_probs.sum().backward()
-        outputs.append(out.log_probs.detach())
+        out = log_probs(one, segment, prompt, tokens(length, 3), grad=True)
+        out.sum().backward()
+        outputs.append(out.detach())
         samplings = [Sampling(max_new_tokens=n) for n in (5, 2)]
         generator = torch.Generator().manual_seed(0)
         decode(one.model, segment, prompt, samplings, generator=generator, lockstep=Lockstep())

@@ -16,8 +16,19 @@ from longstraw_backend.models import DrivenModel, Walk
 from longstraw_backend.oracle_latent import latent_attentions
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, Segment
-from longstraw_backend.walk import GroupWalk, Meter, Sampling, advance, generate, replay
-from tests.walk.cases import LATENT, VOCAB, check, model, one_group, ours, theirs, tokens, walk
+from longstraw_backend.walk import GroupWalk, Meter, Sampling, advance, generate
+from tests.walk.cases import (
+    LATENT,
+    VOCAB,
+    check,
+    log_probs,
+    model,
+    one_group,
+    ours,
+    theirs,
+    tokens,
+    walk,
+)
 
 families = pytest.mark.parametrize("family", LATENT)
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -144,7 +155,7 @@ def _log_probs(one: GroupWalk, path: Tensor, prompt: int) -> Tensor:
     """Of the tokens after a prompt."""
     one.store.clear()
     segment = one.captured(path[:prompt], PromptKey(b"", 0), Meter())
-    return replay(one.model, segment, path[:prompt], path[prompt:], one.config).log_probs.detach()
+    return log_probs(one, segment, path[:prompt], path[prompt:])
 
 
 @families

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
 
+from longstraw_backend.compare.distances import bitwise_equal
 from longstraw_backend.compare.sides import replay_batch
+from longstraw_backend.config import Gradient
 from longstraw_backend.groups import Row
 from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, Segment
-from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sampling, decode, replay
+from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sampling, decode
 from tests.walk.cases import HYBRIDS, LATENT, model, one_group, tokens, walk
 
 families = pytest.mark.parametrize("family", ["qwen3", *HYBRIDS, *LATENT])
@@ -74,7 +77,13 @@ def _bytes_saved(prompt: int, lengths: list[int], family: str = "qwen3") -> int:
         most[0] = max(most[0], saved.bytes())
         objective.loss(row, out).backward()
 
-    run = BatchRun(
+    with _Saved(one) as saved:
+        _batch_run(one, on_row).run(groups)
+    return most[0]
+
+
+def _batch_run(one: GroupWalk, on_row: Callable[[Row, LogProbs], None]) -> BatchRun:
+    return BatchRun(
         one,
         Meter(),
         Lockstep(),
@@ -83,9 +92,6 @@ def _bytes_saved(prompt: int, lengths: list[int], family: str = "qwen3") -> int:
         on_row=on_row,
         entropy=True,
     )
-    with _Saved(one) as saved:
-        run.run(groups)
-    return most[0]
 
 
 @families
@@ -131,17 +137,21 @@ def test_decode_leaves_the_state_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(_pages(segment), before, strict=True))
 
 
-def test_a_failed_row_leaves_the_state_usable() -> None:
-    one = walk(model())
-    groups, objective = one_group(40, [9])
-    group, row = groups[0], groups[0].rows[0]
-    segment = one.captured(group.prompt, PromptKey(group.digest, 0), Meter())
-    with pytest.raises(RuntimeError, match="loss"):
-        with one.replayed(
-            segment, group.prompt, row.response, Meter(), temperature=1.0, entropy=False
-        ):
+@pytest.mark.parametrize("gradient", ["response_only", "exact"])
+def test_a_failed_row_leaves_the_state_usable(gradient: Gradient) -> None:
+    one = walk(model(), gradient=gradient)
+    groups, objective = one_group(40, [9, 5])
+    expected = replay_batch(walk(model(), gradient=gradient), groups, objective)
+
+    def fail(row: Row, out: LogProbs) -> None:
+        objective.loss(row, out).backward()
+        if row.index == 1:
             raise RuntimeError("loss function failed")
+
+    with pytest.raises(RuntimeError, match="loss"):
+        _batch_run(one, fail).run(groups)
     one.model.module.zero_grad(set_to_none=True)
-    first = replay(one.model, segment, group.prompt, row.response, one.config)
     again = replay_batch(one, groups, objective)
-    assert torch.equal(first.log_probs, again.rows[0].log_probs)
+    assert bitwise_equal(again.rows, expected.rows)
+    for name, gradient_ in expected.gradients.items():
+        assert torch.equal(again.gradients[name], gradient_), name

@@ -1,0 +1,174 @@
+"""The responses of one group, depth first over their tree.
+
+A node's tokens are run once. If something comes after them, a further block or a child, they are
+run forward first and leave their state on a branch; when all below a node is done, it is walked in
+reverse. A leaf of one block is a single pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from longstraw_backend.config import LongStrawConfig
+from longstraw_backend.groups import Group, Row
+from longstraw_backend.kernels.logprob_head import LogProbs
+from longstraw_backend.models import DrivenModel
+from longstraw_backend.state import Segment
+
+from .advance import Block, predict, spans
+from .meter import Meter
+from .pace import Pace, Pass
+from .reverse import backward_of, recorded, reverse_prompt, reverse_response
+from .tree import Node
+
+__all__ = ["ResponseWalk", "passes_of"]
+
+
+def passes_of(
+    tree: Sequence[Node], prompt_tokens: int, config: LongStrawConfig, *, grad: bool
+) -> Iterator[tuple[Pass, int]]:
+    """Calls of the model, in order, that a group takes after its prompt is captured, and how many
+    tokens each has."""
+    for node in tree:
+        yield from _passes_of_node(node, config, grad)
+    if grad and tree and config.gradient == "exact":
+        for part in reversed(list(spans(prompt_tokens - 1, config.capture_tokens))):
+            yield Pass.PROMPT, part.stop - part.start
+
+
+def _passes_of_node(node: Node, config: LongStrawConfig, grad: bool) -> Iterator[tuple[Pass, int]]:
+    sizes = [p.stop - p.start for p in spans(node.inputs.numel(), config.response_block)]
+    inner = len(sizes) > 1 or bool(node.children)
+    if inner or not grad:
+        yield from ((Pass.SCORE, size) for size in sizes)
+    for child in node.children:
+        yield from _passes_of_node(child, config, grad)
+    if grad:
+        yield from ((Pass.REPLAY, size) for size in reversed(sizes))
+
+
+@dataclass
+class ResponseWalk:
+    """Scores or replays trees of responses.
+
+    Attributes:
+        on_row: gets each row with its log-probs. In a replay these are leaves of a graph: it must
+            run the backward of the row's loss, which comes to an end there and is taken on from
+            there.
+        entropy: whether entropies are wanted.
+    """
+
+    model: DrivenModel
+    config: LongStrawConfig
+    pace: Pace
+    meter: Meter
+    bar: tqdm[None]
+    on_row: Callable[[Row, LogProbs], None]
+    entropy: bool
+
+    def score(self, tree: Sequence[Node], below: Segment, path: Sequence[LogProbs] = ()) -> None:
+        """Log-probs of all rows, without a graph, over the state ``below``."""
+        for node in tree:
+            if not self._is_inner(node):
+                with self._turn(Pass.SCORE, node.inputs.numel()):
+                    out = predict(self.model, self._block(node), below)
+                self._finish(node, [*path, out])
+                continue
+            with below.branch(node.inputs.numel()) as segment:
+                here = [*path, self._forward(node, segment)]
+                self._finish(node, here)
+                self.score(node.children, segment, here)
+
+    def replay(self, tree: Sequence[Node], below: Segment, path: Sequence[LogProbs] = ()) -> None:
+        """The same, and the gradient of all losses. Cotangents of ``below`` add up in it if it is
+        tracked."""
+        for node in tree:
+            if self._is_inner(node):
+                self._replay_inner(node, below, path)
+            else:
+                self._replay_leaf(node, below, path)
+
+    def _replay_leaf(self, node: Node, below: Segment, path: Sequence[LogProbs]) -> None:
+        with self._turn(Pass.REPLAY, node.inputs.numel()):
+            checkpointing = bool(self.config.activation_checkpointing)
+            out = predict(
+                self.model, self._block(node), below, grad=True, checkpointing=checkpointing
+            )
+            leaves = recorded(out)
+            self._finish(node, [*path, leaves])
+            backward_of(out, leaves)
+
+    def _replay_inner(self, node: Node, below: Segment, path: Sequence[LogProbs]) -> None:
+        dtype = getattr(torch, self.config.cotangent_dtype)
+        with below.branch(node.inputs.numel(), cotangents=dtype) as segment:
+            leaves = recorded(self._forward(node, segment))
+            here = [*path, leaves]
+            self._finish(node, here)
+            self.replay(node.children, segment, here)
+            self.meter.branch_bytes = max(self.meter.branch_bytes, segment.nbytes)
+            reverse_response(
+                self.model,
+                self._block(node),
+                leaves,
+                segment,
+                self.config.response_block,
+                lambda tokens: self._turn(Pass.REPLAY, tokens),
+                checkpointing=bool(self.config.activation_checkpointing),
+            )
+
+    def reverse_prompt(self, group: Group, segment: Segment) -> None:
+        """Take the cotangents of the prompt's state on, down to its first token."""
+        self.meter.cotangent_bytes = max(self.meter.cotangent_bytes, segment.cotangent_nbytes)
+        reverse_prompt(
+            self.model,
+            group.prompt[:-1].to(self.model.device),
+            segment,
+            self.config.capture_tokens,
+            lambda tokens: self._turn(Pass.PROMPT, tokens),
+            checkpointing=bool(self.config.activation_checkpointing),
+        )
+
+    def _is_inner(self, node: Node) -> bool:
+        return bool(node.children) or node.inputs.numel() > self.config.response_block
+
+    def _block(self, node: Node) -> Block:
+        return Block(
+            node.inputs,
+            node.targets,
+            node.temperature,
+            self.entropy,
+            self.config.head_chunk_tokens,
+        )
+
+    def _forward(self, node: Node, segment: Segment) -> LogProbs:
+        """All blocks of a node, whose state stays on its branch."""
+        block, parts = self._block(node), []
+        for part in spans(node.inputs.numel(), self.config.response_block):
+            with self._turn(Pass.SCORE, part.stop - part.start):
+                parts.append(predict(self.model, block[part], segment, commit=True))
+        return _joined(parts)
+
+    def _finish(self, node: Node, path: Sequence[LogProbs]) -> None:
+        for row in node.rows:
+            self.on_row(row, _joined(path))
+
+    @contextmanager
+    def _turn(self, kind: Pass, tokens: int) -> Iterator[None]:
+        with self.pace.turn(kind):
+            yield
+        self.meter.forward_tokens += tokens
+        if kind != Pass.SCORE:
+            self.meter.backward_tokens += tokens
+            self.meter.graph_tokens_peak = max(self.meter.graph_tokens_peak, tokens)
+        self.bar.update(tokens)
+
+
+def _joined(parts: Sequence[LogProbs]) -> LogProbs:
+    if len(parts) == 1:
+        return parts[0]
+    return LogProbs(*(torch.cat(field) for field in zip(*parts, strict=True)))
