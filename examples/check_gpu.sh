@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 out=${1:-examples/results}
 mkdir -p "$out"
 failed=0
-PYTHONPATH=.:${PYTHONPATH:-} python3 -m pytest -q --no-header -p no:cacheprovider -m gpu ${TESTS:-tests/kernels} || failed=1
+PYTHONPATH=.:${PYTHONPATH:-} python3 -m pytest -q --no-header -p no:cacheprovider -m gpu ${TESTS:-tests/kernels tests/walk} || failed=1
 for family in ${FAMILIES:-llama qwen2 qwen3 qwen3_moe qwen3_5 qwen3_5_moe qwen3_next}; do
     for dtype in float32 bfloat16; do
         PYTHONPATH=.:${PYTHONPATH:-} python3 -m longstraw_backend compare --family "$family" --dtype "$dtype" \

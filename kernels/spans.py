@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from longstraw_backend.kernels.staging import reachable
+
 __all__ = ["Span", "check_spans", "consecutive"]
 
 
@@ -39,7 +41,8 @@ def check_spans(name: str, spans: Sequence[Span], like: Tensor, stop: int) -> No
 
     Args:
         name: of the argument, for the message.
-        like: the new tokens' rows: the spans must have their width, dtype and device.
+        like: the new tokens' rows: the spans must have their width and dtype, and lie on their
+            device or in CPU memory.
         stop: first position of the new tokens.
     """
     before = 0
@@ -50,10 +53,11 @@ def check_spans(name: str, spans: Sequence[Span], like: Tensor, stop: int) -> No
                 f"{name}[{i}]: expected [T, {like.shape[1]}] as the new tokens' rows, "
                 f"got {tuple(rows.shape)}"
             )
-        if rows.dtype != like.dtype or rows.device != like.device:
+        if rows.dtype != like.dtype or not reachable(rows, like.device):
             raise ValueError(
                 f"{name}[{i}]: captured as {rows.dtype} on {rows.device}, the new tokens are "
-                f"{like.dtype} on {like.device}; capture and replay must use the same"
+                f"{like.dtype} on {like.device}; capture and replay must use the same dtype, and "
+                "the same device or CPU memory"
             )
         if span.start < before or span.stop > stop:
             raise ValueError(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
+
+from longstraw_backend.kernels.staging import STAGINGS, Staging
+from longstraw_backend.state import STATE_KINDS, Placement, StateKind
 
 __all__ = ["Gradient", "LongStrawConfig"]
 
@@ -23,7 +26,16 @@ class LongStrawConfig:
             otherwise ends each capture chunk with a shorter one.
         page_tokens: tokens per contiguous key/value buffer; longer segments use several.
         head_chunk_tokens: tokens whose logits exist at one time.
-        state_budget_gb: prompt states kept for reuse, in GiB per rank; the one in use always fits.
+        host_state: kinds of prompt state that rest in CPU memory, pinned where there is a GPU, and
+            are brought to the device when a kernel needs them: ``attention`` (keys and values),
+            ``latent`` (MLA), ``recurrent`` (gated delta nets). Others rest on the device. Nearly
+            free for blocks of a few thousand tokens; slow for decoding.
+        staging: how attention brings its pages over: ``segments`` copies one page while it runs
+            over the one before; ``layer`` copies all pages of the layer first. Latents that tokens
+            select from always come a layer at a time, index keys in blocks.
+        state_budget_gb: prompt states kept for reuse on the device, in GiB per rank; the one in use
+            always fits.
+        host_state_budget_gb: the same in CPU memory.
         activation_checkpointing: recompute each decoder layer in the backward of a replay. None
             leaves the choice to the host (verl: ``model.enable_gradient_checkpointing``).
         max_prompt_tokens: refuse prompts of this length or more. verl truncates prompts to
@@ -35,7 +47,10 @@ class LongStrawConfig:
     chunk_tokens: int = 4096
     page_tokens: int = 131072
     head_chunk_tokens: int = 1024
+    host_state: tuple[StateKind, ...] = ()
+    staging: Staging = "segments"
     state_budget_gb: float = 8.0
+    host_state_budget_gb: float = 64.0
     activation_checkpointing: bool | None = None
     max_prompt_tokens: int | None = None
     progress: bool = True
@@ -49,9 +64,19 @@ class LongStrawConfig:
             _check_positive_integer(name, getattr(self, name))
         if self.max_prompt_tokens is not None:
             _check_positive_integer("max_prompt_tokens", self.max_prompt_tokens)
-        budget = self.state_budget_gb
-        if not isinstance(budget, int | float) or not budget >= 0:
-            raise ValueError(f"state_budget_gb: expected 0 or more GiB, got {budget!r}")
+        for name in ("state_budget_gb", "host_state_budget_gb"):
+            budget = getattr(self, name)
+            if not isinstance(budget, int | float) or not budget >= 0:
+                raise ValueError(f"{name}: expected 0 or more GiB, got {budget!r}")
+        if self.staging not in STAGINGS:
+            raise ValueError(f"staging: expected one of {STAGINGS}, got {self.staging!r}")
+        _check_kinds(self.host_state)
+        object.__setattr__(self, "host_state", tuple(self.host_state))  # YAML has lists
+
+    @property
+    def placement(self) -> Placement:
+        """Where prompt state rests."""
+        return Placement(frozenset(self.host_state), self.staging)
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any] | None) -> LongStrawConfig:
@@ -64,6 +89,12 @@ class LongStrawConfig:
                 f"longstraw: unknown option {unknown[0]!r}; known are {', '.join(sorted(known))}"
             )
         return cls(**options)
+
+
+def _check_kinds(kinds: Any) -> None:
+    listed = isinstance(kinds, Sequence) and not isinstance(kinds, str)
+    if not listed or any(kind not in STATE_KINDS for kind in kinds):
+        raise ValueError(f"host_state: expected a list of any of {STATE_KINDS}, got {kinds!r}")
 
 
 def _check_positive_integer(name: str, value: Any) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from longstraw_backend.config import LongStrawConfig
+from longstraw_backend.state import ON_DEVICE, Placement
+
+KINDS = ("attention", "latent", "recurrent")
 
 
 def test_defaults_are_valid() -> None:
@@ -26,6 +29,11 @@ def test_defaults_are_valid() -> None:
         ({"max_prompt_tokens": 0}, "max_prompt_tokens: expected a positive integer, got 0"),
         ({"state_budget_gb": -1.0}, "state_budget_gb: expected 0 or more GiB, got -1.0"),
         ({"state_budget_gb": float("nan")}, "state_budget_gb: expected 0 or more GiB, got nan"),
+        ({"host_state_budget_gb": "64"}, "host_state_budget_gb: expected 0 or more GiB, got '64'"),
+        ({"staging": "page"}, "staging: expected one of ('segments', 'layer'), got 'page'"),
+        ({"host_state": "latent"}, f"host_state: expected a list of any of {KINDS}, got 'latent'"),
+        ({"host_state": ["kv"]}, f"host_state: expected a list of any of {KINDS}, got ['kv']"),
+        ({"host_state": None}, f"host_state: expected a list of any of {KINDS}, got None"),
     ],
 )
 def test_rejects_values_out_of_range(options: dict[str, Any], text: str) -> None:
@@ -39,12 +47,20 @@ def test_rejects_values_out_of_range(options: dict[str, Any], text: str) -> None
     [
         {"chunk_tokens": 1, "page_tokens": 1, "head_chunk_tokens": 1},
         {"state_budget_gb": 0, "max_prompt_tokens": 1},
+        {"host_state": KINDS, "staging": "layer", "host_state_budget_gb": 0},
         {"state_budget_gb": float("inf"), "activation_checkpointing": True, "progress": False},
     ],
 )
 def test_accepts_the_ends_of_the_ranges(options: dict[str, Any]) -> None:
     config = LongStrawConfig(**options)
     assert {name: getattr(config, name) for name in options} == options
+
+
+def test_placement_is_what_the_options_say() -> None:
+    assert LongStrawConfig().placement == ON_DEVICE
+    config = LongStrawConfig.from_mapping({"host_state": ["latent"], "staging": "layer"})
+    assert config.placement == Placement(frozenset({"latent"}), "layer")
+    assert config.host_state == ("latent",)
 
 
 def test_is_immutable() -> None:

@@ -8,7 +8,9 @@ Legend: S new tokens, T all tokens up to the last new one, H index heads, D inde
 (DeepSeek-V3.2 report, arXiv 2512.02556, section 2.1.) Scores are float32, or float64 for float64
 inputs. They are made for a block of queries and a block of keys at a time and folded into a running
 top-k, so memory does not grow with T; the selection does not depend, in any bit, on how the keys
-are cut into pages. Nothing here is differentiable: the selection is a constant of the graph.
+are cut into pages. Each block of keys meets all queries before the next, so keys in CPU memory come
+to the device once, block by block. Nothing here is differentiable: the selection is a constant of
+the graph.
 
 Keys may be dealt over owners: each calls :func:`index_candidates` on the keys it holds, and
 :func:`merge_candidates` of all candidates is the global selection.
@@ -17,13 +19,14 @@ Keys may be dealt over owners: each calls :func:`index_candidates` on the keys i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longstraw_backend.kernels.spans import Span, check_spans
 
-from .scores import block_scores, key_block_size, key_blocks, query_block_size
+from .scores import KeyBlock, block_scores, key_block_size, key_blocks, query_block_size
 from .select import Candidates, keep_best
 
 __all__ = ["index_candidates", "index_topk"]
@@ -45,7 +48,8 @@ def index_topk(
         q_SHD: index queries after RoPE, [S, H, D].
         weights_SH: head weights, of any sign, [S, H] in any floating dtype.
         keys_SD: index keys of the new tokens, [S, D].
-        pages: index keys of resident tokens, all before ``start``.
+        pages: index keys of resident tokens, all before ``start``, on the device of q or in CPU
+            memory.
         start: absolute position of the first new token.
         k: tokens to select.
         scale: factor on the products, D^-0.5 in the models.
@@ -82,40 +86,60 @@ def index_candidates(
     Returns:
         Candidates [S, K], K <= k, for :func:`merge_candidates`. No gradient.
     """
-    size = query_block_size(q_SHD.shape[1])
-    with torch.autocast(q_SHD.device.type, enabled=False):  # scores are wide, whatever the caller's
-        blocks = [
-            _candidates_of_block(q, w, spans, start + i * size, start + q_SHD.shape[0], k, scale)
-            for i, (q, w) in enumerate(zip(q_SHD.split(size), weights_SH.split(size), strict=True))
-        ]
-    width = max(b.scores.shape[1] for b in blocks)
-    padded = [_pad(b, width) for b in blocks]
+    device, stop = q_SHD.device, start + q_SHD.shape[0]
+    queries = _query_blocks(q_SHD, weights_SH, start)
+    best = [_no_candidates(block) for block in queries]
+    with torch.autocast(device.type, enabled=False):  # scores are wide, whatever the caller's
+        for keys in key_blocks(spans, key_block_size(stop), stop, device):
+            for i, block in enumerate(queries):
+                if keys.start < block.stop:
+                    best[i] = _with_keys(best[i], block, keys, k, scale)
+    width = max(b.scores.shape[1] for b in best)
+    padded = [_pad(b, width) for b in best]
     return Candidates(*(torch.cat(parts) for parts in zip(*padded, strict=True)))
 
 
-def _candidates_of_block(
-    q: Tensor, w: Tensor, spans: Sequence[Span], first: int, stop: int, k: int, scale: float
+class _QueryBlock(NamedTuple):
+    """Queries [S, H, D] at positions [start, stop) and their head weights [S, H]."""
+
+    start: int
+    stop: int
+    q: Tensor
+    weights: Tensor
+
+
+def _query_blocks(q: Tensor, weights: Tensor, start: int) -> list[_QueryBlock]:
+    blocks, size = [], query_block_size(q.shape[1])
+    for part, w in zip(q.split(size), weights.split(size), strict=True):
+        blocks.append(_QueryBlock(start, start + part.shape[0], part, w))
+        start += part.shape[0]
+    return blocks
+
+
+def _no_candidates(block: _QueryBlock) -> Candidates:
+    q = block.q
+    scores = q.new_empty(q.shape[0], 0, dtype=torch.promote_types(q.dtype, torch.float32))
+    return Candidates(scores, scores.new_empty(scores.shape, dtype=torch.int32))
+
+
+def _with_keys(
+    best: Candidates, queries: _QueryBlock, block: KeyBlock, k: int, scale: float
 ) -> Candidates:
-    """Candidates of queries at positions [first, first + S); positions run to ``stop`` in all."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, w = q.to(wide), w.to(wide)
-    last = first + q.shape[0]
-    queries = torch.arange(first, last, dtype=torch.int32, device=q.device)
-    best = Candidates(q.new_empty(len(q), 0), queries.new_empty(len(q), 0))
-    for block in key_blocks(spans, key_block_size(stop), last):
-        scores = block_scores(q, w, block.keys.to(wide), scale)
-        size = scores.shape[1]
-        positions = torch.arange(size, dtype=torch.int32, device=q.device) + block.start
-        if block.start + size - 1 > first:
-            scores.masked_fill_(positions > queries[:, None], float("-inf"))
-        if block.held is not None:
-            scores.masked_fill_(~block.held, float("-inf"))
-        both = Candidates(
-            torch.cat([best.scores, scores], dim=1),
-            torch.cat([best.positions, positions.expand_as(scores)], dim=1),
-        )
-        best = keep_best(both, k)
-    return best
+    """The best k of those so far and of the keys of one more block, which lies after theirs."""
+    q, w, keys = (x.to(best.scores.dtype) for x in (queries.q, queries.weights, block.keys))
+    scores = block_scores(q, w, keys, scale)
+    stop = block.start + scores.shape[1]
+    positions = torch.arange(block.start, stop, dtype=torch.int32, device=q.device)
+    if stop - 1 > queries.start:
+        own = torch.arange(queries.start, queries.stop, dtype=torch.int32, device=q.device)
+        scores.masked_fill_(positions > own[:, None], float("-inf"))
+    if block.held is not None:
+        scores.masked_fill_(~block.held, float("-inf"))
+    both = Candidates(
+        torch.cat([best.scores, scores], dim=1),
+        torch.cat([best.positions, positions.expand_as(scores)], dim=1),
+    )
+    return keep_best(both, k)
 
 
 def _pad(candidates: Candidates, width: int) -> Candidates:

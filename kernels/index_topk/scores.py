@@ -8,6 +8,7 @@ Legend: S queries of a block, H index heads, D index dim, K keys of a block.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longstraw_backend.kernels.spans import Span
+from longstraw_backend.kernels.staging import staged
 
 __all__ = ["KeyBlock", "block_scores", "key_block_size", "key_blocks", "query_block_size"]
 
@@ -44,8 +46,21 @@ class KeyBlock(NamedTuple):
     held: Tensor | None
 
 
-def key_blocks(spans: Sequence[Span], size: int, stop: int) -> Iterator[KeyBlock]:
-    """Blocks with at least one key before ``stop``; a block inside one span is a view."""
+def key_blocks(
+    spans: Sequence[Span], size: int, stop: int, device: torch.device
+) -> Iterator[KeyBlock]:
+    """Blocks with at least one key before ``stop``, on ``device``; valid until the next one.
+
+    A block inside one span is a view if that is there, else copied while the one before is used.
+    """
+    blocks, same = itertools.tee(_blocks_at_rest(spans, size, stop, device))
+    for block, (keys,) in zip(blocks, staged(((b.keys,) for b in same), device), strict=True):
+        yield block._replace(keys=keys)
+
+
+def _blocks_at_rest(
+    spans: Sequence[Span], size: int, stop: int, device: torch.device
+) -> Iterator[KeyBlock]:
     for start in range(0, stop, size):
         inside = [s for s in spans if s.start < start + size and s.stop > start and s.start < stop]
         if not inside:
@@ -55,13 +70,13 @@ def key_blocks(spans: Sequence[Span], size: int, stop: int) -> Iterator[KeyBlock
             offset = start - first.start
             yield KeyBlock(start, first.rows[offset : offset + size], None)
         else:
-            yield _assemble(inside, start, size)
+            yield _assemble(inside, start, size, device)
 
 
-def _assemble(spans: Sequence[Span], start: int, size: int) -> KeyBlock:
+def _assemble(spans: Sequence[Span], start: int, size: int, device: torch.device) -> KeyBlock:
     like = spans[0].rows
-    keys = like.new_zeros(size, like.shape[1])
-    held = torch.zeros(size, dtype=torch.bool, device=like.device)
+    keys = like.new_zeros(size, like.shape[1], device=device)
+    held = torch.zeros(size, dtype=torch.bool, device=device)
     for span in spans:
         low, high = max(span.start, start), min(span.stop, start + size)
         keys[low - start : high - start] = span.rows[low - span.start : high - span.start]

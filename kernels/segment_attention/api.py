@@ -22,13 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longstraw_backend.kernels.staging import Staging, reachable, staged
+
 from .partial import Impl, Partial, choose_impl, get_partial
 
 __all__ = ["Page", "segment_attention"]
 
 
 class Page(NamedTuple):
-    """Keys (after RoPE) and values of consecutive resident tokens, [1 or B, K, S, H] each."""
+    """Keys (after RoPE) and values of consecutive resident tokens, [1 or B, K, S, H] each.
+
+    On the device of the queries, or in CPU memory, which should then be pinned.
+    """
 
     k: Tensor
     v: Tensor
@@ -42,6 +47,7 @@ def segment_attention(
     *,
     scale: float,
     impl: Impl | None = None,
+    staging: Staging = "segments",
 ) -> Tensor:
     """Attend from T new tokens to all pages and causally to the new tokens.
 
@@ -54,6 +60,8 @@ def segment_attention(
         scale: factor on the scores.
         impl: ``reference``, ``cpu``, ``flash`` or ``cudnn``; by default what the device and dtype
             allow.
+        staging: how pages in CPU memory come to the device, in the forward and again in the
+            backward; see ``staged``. It changes no bit, and the graph keeps no copy.
 
     Returns:
         [B, N, T, H] in the dtype of q. Differentiable in q, k and v. Pages were captured without
@@ -65,7 +73,8 @@ def segment_attention(
     _check(q_BNTH, k_BKTH, v_BKTH, pages)
     impl = choose_impl(q_BNTH.device, q_BNTH.dtype) if impl is None else impl
     flat = [t for page in pages for t in page]
-    out: Tensor = _SegmentAttention.apply(q_BNTH, k_BKTH, v_BKTH, scale, get_partial(impl), *flat)
+    how = scale, get_partial(impl), staging
+    out: Tensor = _SegmentAttention.apply(q_BNTH, k_BKTH, v_BKTH, *how, *flat)
     return out
 
 
@@ -98,10 +107,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
                 f"pages[{i}]: expected k, v of [1 or {rows}, {k.shape[1]}, S, {dim}], "
                 f"got {tuple(pk.shape)} and {tuple(pv.shape)}"
             )
-        if any(t.dtype != q.dtype or t.device != q.device for t in (pk, pv)):
+        if any(t.dtype != q.dtype or not reachable(t, q.device) for t in (pk, pv)):
             raise ValueError(
                 f"pages[{i}]: captured as {pk.dtype} on {pk.device}, queries are {q.dtype} on "
-                f"{q.device}; capture and replay must use the same dtype and device"
+                f"{q.device}; capture and replay must use the same dtype, and the same device or "
+                "CPU memory"
             )
 
 
@@ -148,17 +158,24 @@ class _Merge:
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, partial: Partial, *flat: Tensor
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        partial: Partial,
+        staging: Staging,
+        *flat: Tensor,
     ) -> Tensor:
         heads, kv_heads = q.shape[1], k.shape[1]
         merged = _Merge(*partial.forward(q, _expand(k, heads), _expand(v, heads), True, scale))
-        for pk, pv in _pairs(flat):
+        for pk, pv in staged(_pairs(flat), q.device, staging):
             shared = pk.shape[0] == 1
             out, lse = partial.forward(_fold(q, kv_heads, shared), pk, pv, False, scale)
             merged.add(_unfold(out, q), _unfold(lse, q))
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse, *flat)
-        ctx.scale, ctx.partial = scale, partial
+        ctx.scale, ctx.partial, ctx.staging = scale, partial, staging
         return out
 
     @staticmethod
@@ -170,11 +187,11 @@ class _SegmentAttention(torch.autograd.Function):
             dout, q, _expand(k, heads), _expand(v, heads), out, lse, True, ctx.scale
         )
         dq = dq.to(lse.dtype)
-        for pk, pv in _pairs(flat):
+        for pk, pv in staged(_pairs(flat), q.device, ctx.staging):
             shared = pk.shape[0] == 1
             dout_, q_, out_ = (_fold(x, kv_heads, shared) for x in (dout, q, out))
             lse_ = _fold(lse[..., None], kv_heads, shared)[..., 0]
             dq += _unfold(partial.backward_q(dout_, q_, pk, pv, out_, lse_, ctx.scale), q)
         shape = (*k.shape[:2], heads // kv_heads, *k.shape[2:])
         dk, dv = dk.reshape(shape).sum(2), dv.reshape(shape).sum(2)
-        return (dq.to(q.dtype), dk, dv, None, None, *([None] * len(flat)))
+        return (dq.to(q.dtype), dk, dv, None, None, None, *([None] * len(flat)))

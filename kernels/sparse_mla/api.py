@@ -55,7 +55,8 @@ def sparse_mla(
         selection_SK: absolute positions, int32 [S, K], each at most once in a row and none after
             its query; -1 is no token. Positions that no page holds count as -1: on one of several
             owners the result is its part, to be merged by log-sum-exp.
-        pages: latents and rotated keys of resident tokens, all before ``start``.
+        pages: latents and rotated keys of resident tokens, all before ``start``, on the device of q
+            or in CPU memory: those are on the device, all of them, while this runs.
         start: absolute position of the first new token.
         scale: factor on the scores.
         value_dim: V, how much of C is the latent.
@@ -103,7 +104,8 @@ def dense_mla(
     Args:
         q_BSNC: absorbed queries, the latent part first, [B, S, N, C].
         latents_BSC: latents and rotated keys of the new tokens, [B, S, C].
-        pages: the same of resident tokens in order, [1 or B, T_i, C] each.
+        pages: the same of resident tokens in order, [1 or B, T_i, C] each; in CPU memory too, from
+            which they come one by one.
 
     Returns:
         [B, S, N, V] in the dtype of q. Differentiable in q and latents; pages receive no gradient.

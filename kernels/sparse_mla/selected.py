@@ -14,6 +14,9 @@ Backward, from do and dl, recomputing L and p:
 
 and dL is added to the rows it was gathered from. On CUDA that sum is atomic: its order, and so the
 last bits of the cotangent, may vary between runs. The forward never does.
+
+Rows in CPU memory are brought over whole, in the forward and again in the backward; the graph keeps
+no copy of them.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor
 
 from longstraw_backend.kernels.spans import Span
+from longstraw_backend.kernels.staging import here
 
 from .gather import gather_rows, scatter_add_rows
 
@@ -52,8 +56,8 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
 
 
-def _spans(starts: Sequence[int], tensors: Sequence[Tensor]) -> list[Span]:
-    return [Span(s, t) for s, t in zip(starts, tensors, strict=True)]
+def _spans(starts: Sequence[int], rows: Sequence[Tensor], device: torch.device) -> list[Span]:
+    return [Span(s, here(r, device)) for s, r in zip(starts, rows, strict=True)]
 
 
 class SelectedAttention(torch.autograd.Function):
@@ -74,7 +78,7 @@ class SelectedAttention(torch.autograd.Function):
         *rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
-        spans = _spans(starts, rows)
+        spans = _spans(starts, rows, q.device)
         out = q.new_empty(*q.shape[:2], value_dim)
         lse = q.new_empty(q.shape[:2], dtype=wide)
         for block in _blocks(q, selection):
@@ -89,10 +93,10 @@ class SelectedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, selection, out, lse, *rows = ctx.saved_tensors
-        spans = _spans(ctx.starts, rows)
+        spans = _spans(ctx.starts, rows, q.device)
         dq = torch.empty_like(q)
         drows = [
-            torch.zeros_like(r, dtype=lse.dtype) if needed else None
+            torch.zeros_like(r, dtype=lse.dtype, device=q.device) if needed else None
             for r, needed in zip(rows, ctx.needs_input_grad[5:], strict=True)
         ]
         targets = [Span(s, d) for s, d in zip(ctx.starts, drows, strict=True) if d is not None]
@@ -103,7 +107,7 @@ class SelectedAttention(torch.autograd.Function):
             )
             for target in targets:
                 scatter_add_rows(target, selection[block], dlatents)
-        grads = [d if d is None else d.to(r.dtype) for d, r in zip(drows, rows, strict=True)]
+        grads = [d if d is None else d.to(r) for d, r in zip(drows, rows, strict=True)]
         return dq, None, None, None, None, *grads
 
 

@@ -115,7 +115,7 @@ def driven(model: nn.Module) -> DrivenModel:
 
 def walk_of(model: DrivenModel, config: LongStrawConfig) -> GroupWalk:
     """A walk that keeps every prompt state until it is cleared."""
-    return GroupWalk(model, config, PromptStore(1 << 62))
+    return GroupWalk(model, config, PromptStore(1 << 62, 1 << 62))
 
 
 def _key(group: Group) -> PromptKey:

@@ -35,9 +35,12 @@ def _attention(
     walk = walk_of_call(longstraw, attention_mask, "attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = _common_dtype(query, key, value)
-    out = segment_attention(query, key, value, walk.segment.resident(layer), scale=scaling)
+    segment = walk.segment
+    out = segment_attention(
+        query, key, value, segment.resident(layer), scale=scaling, staging=segment.staging
+    )
     if walk.commit:
-        walk.segment.write(layer, key, value)
+        segment.write(layer, key, value)
     return out.transpose(1, 2), None
 
 

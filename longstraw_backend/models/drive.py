@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longstraw_backend.state import NewLayerState, Segment
+from longstraw_backend.state import ON_DEVICE, NewLayerState, Placement, Segment
 
 from .attention import ATTENTION
 from .context import Head, Walk
@@ -42,9 +42,10 @@ class DrivenModel:
     new_states: tuple[NewLayerState, ...]
     device: torch.device
 
-    def segment(self, capacity: int, page_tokens: int) -> Segment:
-        """An empty root segment."""
-        return Segment([new(capacity, page_tokens) for new in self.new_states], capacity)
+    def segment(self, capacity: int, page_tokens: int, placement: Placement = ON_DEVICE) -> Segment:
+        """An empty root segment, whose state rests where ``placement`` says."""
+        layers = [new(capacity, page_tokens, placement) for new in self.new_states]
+        return Segment(layers, capacity, staging=placement.staging)
 
 
 def drive(model: nn.Module) -> DrivenModel:

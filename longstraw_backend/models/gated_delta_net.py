@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from longstraw_backend.kernels.delta_rule import gated_delta_rule
+from longstraw_backend.kernels.staging import here
 from longstraw_backend.state import Recurrent
 
 from .context import Walk, walk_of_call
@@ -73,11 +74,12 @@ def _projected(mixer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _boundary(mixer: Any, walk: Walk, x_BTC: Tensor) -> Recurrent:
-    """State before the new tokens, for every row of theirs; zeros where nothing came before."""
+    """State before the new tokens, for every row of theirs and on their device; zeros where nothing
+    came before."""
     rows = x_BTC.shape[0]
     resident: list[Recurrent] = walk.segment.resident(mixer.layer_idx)
     if resident:
-        conv, recurrent = resident[-1]
+        conv, recurrent = (here(x, x_BTC.device) for x in resident[-1])
         return Recurrent(conv.expand(rows, -1, -1), recurrent.expand(rows, -1, -1, -1))
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
     heads = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim

@@ -8,9 +8,11 @@ RecurrentState   gated delta net: last pre-convolution columns and the recurrent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
+
+from .placement import Placement, StateKind
 
 __all__ = ["LayerState", "NewLayerState"]
 
@@ -20,7 +22,14 @@ class LayerState(ABC):
 
     Values are written first and become visible when the segment commits: a walk that failed half
     way can be repeated. What is visible is never written to again.
+
+    Attributes:
+        kind: what a :class:`Placement` knows it as.
+        on_host: whether it rests in CPU memory; what is visible is handed out as it rests.
     """
+
+    kind: ClassVar[StateKind]
+    on_host: bool = False
 
     @abstractmethod
     def write(self, start: int, *values: Tensor) -> None:
@@ -36,15 +45,15 @@ class LayerState(ABC):
 
     @abstractmethod
     def empty(self, capacity: int) -> LayerState:
-        """A fresh state of the same kind, for a branch of so many tokens."""
+        """A fresh state of the same kind, for a branch of so many tokens, on the device."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes held, wherever."""
 
 
 class NewLayerState(Protocol):
     """How a mixer makes the state of one layer."""
 
-    def __call__(self, capacity: int, page_tokens: int) -> LayerState: ...
+    def __call__(self, capacity: int, page_tokens: int, placement: Placement) -> LayerState: ...

@@ -6,14 +6,15 @@ copies what it already holds. Legend: B rows, K heads, S tokens, H a tensor's ow
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from longstraw_backend.kernels.segment_attention import Page
+from longstraw_backend.kernels.staging import copy_over
 
 from .layer import LayerState
+from .placement import ON_DEVICE, Placement, StateKind, bytes_of, room_for
 
 __all__ = ["KVPages", "TokenPages"]
 
@@ -23,18 +24,22 @@ class TokenPages(LayerState):
 
     Attributes:
         piece: the named tuple that a page is handed out as; its fields are what is written.
+        kind: latents, unless a subclass says otherwise.
     """
 
+    kind: ClassVar[StateKind] = "latent"
     piece: type[Any] = tuple
 
-    def __init__(self, capacity: int, page_tokens: int) -> None:
+    def __init__(self, capacity: int, page_tokens: int, placement: Placement = ON_DEVICE) -> None:
         self.capacity = capacity
         self.page_tokens = page_tokens
+        self.on_host = self.kind in placement.host
         self._pages: list[tuple[Tensor, ...]] = []
 
     def write(self, start: int, *values: Tensor) -> None:
         """Write tokens at [start, start + T). Writing the same place again is allowed: only the
-        segment's length makes tokens visible."""
+        segment's length makes tokens visible. Nothing waits for the device: before the CPU reads
+        pages in its memory, the device must be waited for."""
         tokens = values[0].shape[2]
         stop = start + tokens
         assert stop <= self.capacity, f"segment of {self.capacity} tokens can't hold {stop}"
@@ -46,14 +51,13 @@ class TokenPages(LayerState):
             page = self._pages[index]
             count = min(tokens - done, page[0].shape[2] - offset)
             for kept, new in zip(page, values, strict=True):
-                kept[:, :, offset : offset + count] = new[:, :, done : done + count]
+                copy_over(kept[:, :, offset : offset + count], new[:, :, done : done + count])
             done += count
 
     def _allocate(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         size = min(self.page_tokens, self.capacity - len(self._pages) * self.page_tokens)
         return tuple(
-            torch.empty(*x.shape[:2], size, x.shape[3], dtype=x.dtype, device=x.device)
-            for x in values
+            room_for((*x.shape[:2], size, x.shape[3]), like=x, host=self.on_host) for x in values
         )
 
     def commit(self, length: int) -> None:
@@ -73,10 +77,11 @@ class TokenPages(LayerState):
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for page in self._pages for x in page)
+        return sum(bytes_of(x) for page in self._pages for x in page)
 
 
 class KVPages(TokenPages):
     """Keys (after norm and RoPE) and values of an attention layer, [B, K, S, H] each."""
 
+    kind = "attention"
     piece = Page

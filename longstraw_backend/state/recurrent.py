@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from longstraw_backend.kernels.staging import copy_over
+
 from .layer import LayerState
+from .placement import ON_DEVICE, Placement, bytes_of, room_for
 
 __all__ = ["Recurrent", "RecurrentState"]
 
@@ -34,14 +37,19 @@ class RecurrentState(LayerState):
     each block as well: it is :meth:`commit` that lets them go.
     """
 
-    def __init__(self, capacity: int = 0, page_tokens: int = 0) -> None:
+    kind = "recurrent"
+
+    def __init__(
+        self, capacity: int = 0, page_tokens: int = 0, placement: Placement = ON_DEVICE
+    ) -> None:
         del capacity, page_tokens  # the size depends on neither
+        self.on_host = self.kind in placement.host
         self._after: dict[int, Recurrent] = {}
         self._written: Recurrent | None = None
 
     def write(self, start: int, *values: Tensor) -> None:
         """Keep what a block leaves: ``conv`` and ``recurrent``, which it must not change later."""
-        self._written = Recurrent(*values)
+        self._written = Recurrent(*(_on_host(x) if self.on_host else x for x in values))
 
     def commit(self, length: int) -> None:
         """What was written last is the state after ``length`` tokens."""
@@ -58,4 +66,10 @@ class RecurrentState(LayerState):
     @property
     def nbytes(self) -> int:
         held = [*self._after.values(), *([self._written] if self._written else [])]
-        return sum(x.nbytes for state in held for x in state)
+        return sum(bytes_of(x) for state in held for x in state)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    room = room_for(x.shape, like=x, host=True)
+    copy_over(room, x)
+    return room

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from longstraw_backend.kernels.staging import Staging
+
 from .layer import LayerState
 
 __all__ = ["Segment"]
@@ -22,13 +24,19 @@ class Segment:
 
     Owned by whoever created it, on one rank; lives until dropped by its owner. ``length`` tokens
     are visible; ``capacity`` is fixed at creation and is what memory is allocated for. ``layers``
-    are empty states, one a layer, of the kind that the layer's mixer needs.
+    are empty states, one a layer, of the kind that the layer's mixer needs. ``staging`` is how
+    attention brings over those that rest in CPU memory; a branch has that of its root.
     """
 
     def __init__(
-        self, layers: Sequence[LayerState], capacity: int, parent: Segment | None = None
+        self,
+        layers: Sequence[LayerState],
+        capacity: int,
+        parent: Segment | None = None,
+        staging: Staging = "segments",
     ) -> None:
         self.parent = parent
+        self.staging: Staging = staging if parent is None else parent.staging
         self.start = parent.stop if parent is not None else 0
         self.length = 0
         self.capacity = capacity
@@ -45,8 +53,14 @@ class Segment:
         """Bytes of this segment alone, parents excluded."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def host_nbytes(self) -> int:
+        """Those of :attr:`nbytes` that rest in CPU memory."""
+        return sum(layer.nbytes for layer in self._layers if layer.on_host)
+
     def resident(self, layer: int) -> list[Any]:
-        """State of all visible tokens from position 0 in pieces of the layer's kind, parents first.
+        """State of all visible tokens from position 0 in pieces of the layer's kind, parents first,
+        each where it rests.
 
         Pages add up; of recurrent states the last stands for all before it.
         """

@@ -42,7 +42,7 @@ def capture_prompt(
         quiet: show no progress bar.
     """
     boundary = prompt.numel() - 1
-    segment = model.segment(boundary, config.page_tokens)
+    segment = model.segment(boundary, config.page_tokens, config.placement)
     tokens = prompt[:boundary].to(model.device)
     with tqdm(
         total=boundary, unit="tok", unit_scale=True, desc="capture", disable=quiet, delay=5

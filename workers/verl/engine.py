@@ -109,7 +109,8 @@ class LongStrawEngine(FSDPEngineWithLMHead):
             with _overridden(self.engine_config, strategy="fsdp2", forward_only=pinned):
                 module = super()._build_fsdp_module(module)
         self.lockstep = Lockstep(None if alone else dist.group.WORLD)
-        store = PromptStore(int(self.options.state_budget_gb * 2**30))
+        budgets = self.options.state_budget_gb, self.options.host_state_budget_gb
+        store = PromptStore(*(gib * 2**30 for gib in budgets))
         quiet = not self.options.progress or self.rank != 0
         driven = replace(self._driven, module=module, device=_compute_device())
         self.walk = GroupWalk(driven, self.options, store, quiet)
