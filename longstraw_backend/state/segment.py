@@ -56,7 +56,7 @@ class Segment:
     @property
     def host_nbytes(self) -> int:
         """Those of :attr:`nbytes` that rest in CPU memory."""
-        return sum(layer.nbytes for layer in self._layers if layer.on_host)
+        return sum(layer.nbytes for layer in self.layers if layer.on_host)
 
     def resident(self, layer: int) -> list[Any]:
         """State of all visible tokens from position 0 in pieces of the layer's kind, parents first,
