@@ -22,7 +22,7 @@ class Meter:
         prompt_tokens_captured: prompt tokens that were run.
         full_sequence_tokens: prompt and response tokens an ordinary trainer would have run.
         response_tokens: response tokens scored or replayed.
-        state_bytes: resident prompt state at its peak.
+        state_bytes: resident prompt state at its peak, on the device and in CPU memory.
         graph_tokens_peak: most tokens in one autograd graph.
         forward_tokens: tokens run after the capture, with a graph or without.
         backward_tokens: tokens whose graph had a backward.

@@ -11,10 +11,10 @@ from longstraw_backend.compare.distances import bitwise_equal
 from longstraw_backend.compare.sides import replay_batch, score_batch
 from longstraw_backend.kernels import staging
 from longstraw_backend.kernels.staging import STAGINGS
-from longstraw_backend.models import SUPPORTED
 from longstraw_backend.oracle import Outcome
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import STATE_KINDS, PromptKey
+from longstraw_backend.tiny import AVAILABLE
 from longstraw_backend.walk import GroupWalk, Meter, Sampling, decode
 from tests.walk.cases import model, one_group, ours, tokens, walk
 
@@ -39,7 +39,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize("mode", STAGINGS)
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", AVAILABLE)
 def test_state_on_the_host_changes_no_bit(
     family: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

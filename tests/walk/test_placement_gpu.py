@@ -10,7 +10,6 @@ import torch
 from longstraw_backend.compare.distances import bitwise_equal, gradient_rel_l2
 from longstraw_backend.compare.sides import score_batch
 from longstraw_backend.kernels.staging import STAGINGS
-from longstraw_backend.models import SUPPORTED
 from longstraw_backend.oracle import Outcome
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import (
@@ -22,6 +21,7 @@ from longstraw_backend.state import (
     Segment,
 )
 from longstraw_backend.state.placement import bytes_of
+from longstraw_backend.tiny import AVAILABLE
 from longstraw_backend.walk import GroupWalk, Meter, Sampling, decode
 from tests.walk.cases import model, one_group, ours, tokens, walk
 
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 # 16-bit delta rules need flash-linear-attention, so hybrids run in float32.
-MODELS = [(family, torch.float32) for family in SUPPORTED] + [("qwen3", torch.bfloat16)]
+MODELS = [(family, torch.float32) for family in AVAILABLE] + [("qwen3", torch.bfloat16)]
 BAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of gradients that differ from run to run on the device too."""
 each_model = pytest.mark.parametrize(("family", "dtype"), MODELS)
