@@ -74,6 +74,6 @@ def test_decoding_over_state_on_the_host(family: str, copying: None) -> None:
 def test_a_kind_moves_alone(kind: str) -> None:
     one = walk(model("qwen3_5"), host_state=[kind])
     segment = one.captured(tokens(40, 1), PromptKey(b"", 0), Meter())
-    moved = sum(layer.nbytes for layer in segment._layers if layer.kind == kind)
+    moved = sum(layer.nbytes for layer in segment.layers if layer.kind == kind)
     assert 0 < segment.host_nbytes == moved < segment.nbytes
     assert one.store.host_nbytes == moved

@@ -74,11 +74,11 @@ def test_a_kind_moves_alone(kind: Any) -> None:
     assert bitwise_equal(outcome("qwen3_5", torch.float32, host_state=[kind]).rows, run.rows)
     segment = captured(built("qwen3_5", torch.float32, host_state=[kind]))
     torch.cuda.synchronize()
-    for i, layer in enumerate(segment._layers):
+    for i, layer in enumerate(segment.layers):
         held = [t for piece in segment.resident(i) for t in piece]
         assert all(t.is_pinned() != t.is_cuda for t in held)
         assert all(t.is_pinned() == (layer.kind == kind) for t in held)
-    assert segment.host_nbytes == sum(x.nbytes for x in segment._layers if x.kind == kind)
+    assert segment.host_nbytes == sum(x.nbytes for x in segment.layers if x.kind == kind)
 
 
 @each_model
