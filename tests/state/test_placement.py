@@ -63,7 +63,7 @@ def test_bytes_are_told_by_place(host: tuple[str, ...], expected: int) -> None:
 
 
 def test_what_is_seen_does_not_depend_on_the_place() -> None:
-    for here, there in zip(hybrid()._layers, hybrid("attention", "recurrent")._layers, strict=True):
+    for here, there in zip(hybrid().layers, hybrid("attention", "recurrent").layers, strict=True):
         for a, b in zip(here.visible(3), there.visible(3), strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -78,7 +78,7 @@ def test_a_recurrent_state_on_the_host_is_a_copy() -> None:
 
 def test_a_branch_rests_on_the_device_and_stages_as_its_root() -> None:
     with hybrid("attention", "recurrent", staging="layer").branch(2) as branch:
-        assert not any(layer.on_host for layer in branch._layers)
+        assert not any(layer.on_host for layer in branch.layers)
         assert branch.staging == "layer"
         branch.write(0, *(torch.ones(1, 1, 1, 1) for _ in range(2)))
         assert branch.nbytes > 0 and branch.host_nbytes == 0
