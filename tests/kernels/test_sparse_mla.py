@@ -49,16 +49,24 @@ def make(tokens: int, resident: int, k: int, dtype: torch.dtype = torch.float64)
     return Inputs(q, latents, selection, dout, dlse.to(torch.promote_types(dtype, torch.float32)))
 
 
-def ours(q: Tensor, latents: Tensor, inputs: Inputs, cuts: tuple[int, ...] = ()) -> LatentAttention:
-    pages = consecutive([latents[a:b] for a, b in pairwise((0, *cuts, inputs.start))])
+def ours(
+    q: Tensor,
+    latents: Tensor,
+    inputs: Inputs,
+    cuts: tuple[int, ...] = (),
+    grads: Tensor | None = None,
+) -> LatentAttention:
+    """Over pages of all but the last latents, whose cotangents are added to ``grads`` [T, C]."""
+    places = [(a, b) for a, b in pairwise((0, *cuts, inputs.start)) if a < b]
     return sparse_mla(
         q,
         latents[inputs.start :],
         inputs.selection,
-        [page for page in pages if page.rows.numel()],
+        consecutive([latents[a:b] for a, b in places]),
         start=inputs.start,
         scale=SCALE,
         value_dim=VALUE,
+        page_grads=[None if grads is None else grads[a:b] for a, b in places],
     )
 
 
@@ -77,9 +85,11 @@ def value_and_grads(
 ) -> list[Tensor]:
     """Output, log-sum-exp, dq and the cotangents of all latents, resident ones too."""
     q, latents = inputs.q.clone().requires_grad_(), inputs.latents.clone().requires_grad_()
-    out = attention(q, latents, inputs, cuts)
-    grads = torch.autograd.grad(out, (q, latents), (inputs.dout, inputs.dlse))
-    return [out.out.detach(), out.lse.detach(), *grads]
+    outside = torch.zeros_like(latents, dtype=inputs.dlse.dtype)
+    options = {} if attention is masked else {"grads": outside}
+    out = attention(q, latents, inputs, cuts, **options)
+    dq, dlatents = torch.autograd.grad(out, (q, latents), (inputs.dout, inputs.dlse))
+    return [out.out.detach(), out.lse.detach(), dq, dlatents + outside.to(dlatents.dtype)]
 
 
 CASES = [(1, 0, 4), (1, 40, 8), (17, 0, 5), (17, 60, 8), (9, 3, 64)]
@@ -106,8 +116,20 @@ def test_is_as_accurate_as_masked_attention(
 
 def test_gradients_pass_gradcheck() -> None:
     inputs = make(3, 4, 3)
-    leaves = inputs.q.clone().requires_grad_(), inputs.latents.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda q, c: tuple(ours(q, c, inputs, (2,))), leaves)
+    old, own = inputs.latents.split([4, 3])
+    leaves = inputs.q.clone().requires_grad_(), own.clone().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda q, c: tuple(ours(q, torch.cat([old, c]), inputs, (2,))), leaves
+    )
+
+
+def test_gradients_of_pages_are_added_to_what_is_there() -> None:
+    inputs = make(17, 60, 8)
+    *_, dlatents = value_and_grads(masked, inputs)
+    sums = [torch.ones(60, WIDTH, dtype=torch.float64) for _ in range(2)]
+    out = ours(inputs.q.requires_grad_(), inputs.latents, inputs, (25,), grads=sums[0])
+    torch.autograd.backward(out, (inputs.dout, inputs.dlse))
+    torch.testing.assert_close(sums[0] - sums[1], dlatents[:60], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("elements", [1, 500, 3000])
@@ -129,7 +151,7 @@ def test_cuts_into_pages_change_no_bit(cuts: tuple[int, ...]) -> None:
         assert torch.equal(a, b)
 
 
-def test_pages_without_grad_receive_none_and_own_latents_theirs() -> None:
+def test_constant_pages_receive_none_and_own_latents_theirs() -> None:
     inputs = make(17, 60, 8)
     *_, dlatents = value_and_grads(masked, inputs)
     page = inputs.latents[:60].clone()
@@ -152,14 +174,17 @@ def test_query_without_tokens_gives_zero_and_no_gradient() -> None:
 def test_parts_of_owners_merge_to_the_whole() -> None:
     inputs = make(17, 60, 16)
     where: dict[str, Any] = dict(start=60, scale=SCALE, value_dim=VALUE)
-    dealt = consecutive(inputs.latents[:60].split(7))
 
-    def merged(q: Tensor, latents: Tensor, inputs: Inputs, _: object) -> LatentAttention:
-        dealt = consecutive(latents[:60].split(7))
+    def merged(
+        q: Tensor, latents: Tensor, inputs: Inputs, _: object, grads: Tensor
+    ) -> LatentAttention:
+        dealt, sums = consecutive(latents[:60].split(7)), grads[:60].split(7)
         own, nothing = latents[60:], torch.full_like(inputs.selection, -1)
         first = torch.where(inputs.selection < 60, inputs.selection, nothing)
-        parts = [sparse_mla(q, own, first, dealt[r::3], **where) for r in range(1, 3)]
-        parts.append(sparse_mla(q, own, inputs.selection, dealt[::3], **where))
+        parts = [
+            sparse_mla(q, own, picked, dealt[r::3], page_grads=sums[r::3], **where)
+            for r, picked in enumerate((inputs.selection, first, first))
+        ]
         lse = torch.stack([p.lse for p in parts])
         total = lse.logsumexp(0)
         return LatentAttention(
@@ -167,7 +192,6 @@ def test_parts_of_owners_merge_to_the_whole() -> None:
             total,
         )
 
-    assert len(dealt) == 9
     whole, parts = value_and_grads(ours, inputs), value_and_grads(merged, inputs)
     for a, b in zip(parts, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

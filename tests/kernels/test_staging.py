@@ -165,14 +165,15 @@ def test_latents_that_are_staged_give_the_same_bits_and_get_their_cotangents(
 ) -> None:
     g = torch.Generator().manual_seed(0)
     shapes = (17, 3, 24), (17, 24), (60, 24)
-    leaves = [torch.randn(*s, generator=g).requires_grad_() for s in shapes]
+    q, own, old = (torch.randn(*s, generator=g) for s in shapes)
+    leaves = q.requires_grad_(), own.requires_grad_()
     selection = torch.stack([torch.randperm(61, generator=g)[:8] for _ in range(17)]).int()
 
     def run() -> list[Tensor]:
-        q, own, old = leaves
-        spans = consecutive(old.split(25))
-        out = sparse_mla(q, own, selection, spans, start=60, scale=0.25, value_dim=16).out
-        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+        sums = torch.zeros_like(old)
+        where: Any = dict(start=60, scale=0.25, value_dim=16, page_grads=sums.split(25))
+        out = sparse_mla(q, own, selection, consecutive(old.split(25)), **where).out
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaves), sums]
 
     expected = run()
     monkeypatch.setattr(staging, "away", lambda x, device: True)

@@ -85,7 +85,6 @@ def run_chunks(
     sizes: Sequence[int],
     selection: Tensor | None = None,
     kind: LayerKind | None = None,
-    detach: bool = True,
 ) -> list[MlaOutput]:
     """Outputs of the chunks of ``hidden`` [B, S, D], each over the state left by those before."""
     latents: list[Tensor] = []
@@ -105,7 +104,7 @@ def run_chunks(
             None if selection is None else selection[:, start:stop],
         )
         outs.append(out)
-        latents.append(out.latents.detach() if detach else out.latents)
+        latents.append(out.latents.detach())
         if out.index_keys is not None:
             keys.append(out.index_keys)
         start = stop
