@@ -48,6 +48,8 @@ class LongStrawConfig:
         state_budget_gb: prompt states kept for reuse on the device, in GiB per rank; the one in use
             always fits.
         host_state_budget_gb: the same in CPU memory.
+        report_gradient_gap_every: every so many updates, run the batch for the other gradient too
+            and report how far ``response_only`` is from ``exact``; 0 never does.
         activation_checkpointing: recompute each decoder layer in the backward of a replay. None
             leaves the choice to the host (verl: ``model.enable_gradient_checkpointing``).
         max_prompt_tokens: refuse prompts of this length or more. verl truncates prompts to
@@ -67,6 +69,7 @@ class LongStrawConfig:
     staging: Staging = "segments"
     state_budget_gb: float = 8.0
     host_state_budget_gb: float = 64.0
+    report_gradient_gap_every: int = 0
     activation_checkpointing: bool | None = None
     max_prompt_tokens: int | None = None
     progress: bool = True
@@ -83,6 +86,8 @@ class LongStrawConfig:
             )
         for name in _COUNTS:
             _check_positive_integer(name, getattr(self, name))
+        if self.report_gradient_gap_every:
+            _check_positive_integer("report_gradient_gap_every", self.report_gradient_gap_every)
         for name in ("prompt_block", "max_prompt_tokens"):
             if getattr(self, name) is not None:
                 _check_positive_integer(name, getattr(self, name))

@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+from longstraw_backend.config import Gradient
+
 from .settings import Against, Device, Dtype, Settings
 
 __all__ = ["add_parser", "run"]
@@ -39,15 +41,22 @@ def add_parser(subparsers: Any) -> None:
     )
     which.add_argument("--model", metavar="PATH", help="a causal LM to load")
     _add_counts(parser)
+    parser.add_argument(
+        "--gradient",
+        choices=get_args(Gradient),
+        default=_DEFAULTS.gradient,
+        help="response_only: the prompt state is a constant (default); exact: the one of "
+        "full-sequence training",
+    )
     parser.add_argument("--dtype", choices=get_args(Dtype), default=_DEFAULTS.dtype)
     parser.add_argument("--device", choices=get_args(Device), default=_DEFAULTS.device)
     parser.add_argument("--temperature", type=float, default=_DEFAULTS.temperature)
     parser.add_argument(
         "--against",
         choices=get_args(Against),
-        default=_DEFAULTS.against,
-        help="detached: the gradient that response_only claims to be (default); full: through the "
-        "prompt as well; verl-fsdp2: verl's own trainer, also through the prompt",
+        help="detached: the gradient that response_only claims to be, and its default; full: "
+        "through the prompt as well, the default of exact; verl-fsdp2: verl's own trainer, also "
+        "through the prompt",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers to FILE")
 
@@ -58,14 +67,20 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
         "response": "tokens of the longest response of a group; the shortest has one",
         "group": "responses per prompt",
         "prompts": "number of groups",
-        "chunk": "prompt tokens per capture chunk",
+        "chunk": "prompt tokens per capture chunk, and with exact per block in reverse",
+        "response_block": "response tokens in one graph",
+        "turns": "turns of a response, all but the last shared between rows",
         "seed": "of the model, the tokens and the loss weights",
         "lora": "rank of LoRA adapters with non-zero B; 0 trains all parameters",
     }
     for name, text in counts.items():
         default = getattr(_DEFAULTS, name)
         parser.add_argument(
-            f"--{name}", type=int, metavar="N", default=default, help=f"{text} ({default})"
+            f"--{name.replace('_', '-')}",
+            type=int,
+            metavar="N",
+            default=default,
+            help=f"{text} ({default})",
         )
 
 

@@ -12,13 +12,20 @@ import torch
 from torch import nn
 
 import longstraw_backend
-from longstraw_backend.config import LongStrawConfig
+from longstraw_backend.config import Gradient, LongStrawConfig
 from longstraw_backend.groups import Group
+from longstraw_backend.models import DrivenModel
 from longstraw_backend.oracle import Mode, Objective, Outcome, ordinary_training
-from longstraw_backend.walk import Meter
+from longstraw_backend.walk import GroupWalk, Meter
 
-from .distances import Distance, bitwise_equal, distance
-from .inputs import add_adapters, base_model, batch
+from .distances import (
+    Distance,
+    bitwise_equal,
+    distance,
+    gradient_cosine,
+    gradient_rel_l2,
+)
+from .inputs import add_adapters, base_model, batch, turn_tokens
 from .settings import BARS, DELTA_NET_GRADIENT_BAR, Settings
 from .sides import Measured, driven, measured, ordinary, replay_batch, score_batch, walk_of
 
@@ -36,6 +43,9 @@ class Comparison:
         peak_bytes: tensor bytes at the peak above what was allocated before, per side.
         phases: our seconds of capture and of replay.
         float32_error: per side, its distance from the same training in float32; bfloat16 only.
+        exact_vs_response_only: how far our gradient of full-sequence training is from the one with
+            the prompt state held constant, relative to the former: relative L2 and cosine.
+        tokens: of our side: captured, then run forward and backward; and of its rows one by one.
         delta_net: the model has gated-delta-net layers.
     """
 
@@ -46,6 +56,8 @@ class Comparison:
     peak_bytes: dict[str, int]
     phases: dict[str, float]
     float32_error: dict[str, Distance] | None
+    exact_vs_response_only: dict[str, float]
+    tokens: dict[str, int]
     delta_net: bool = False
 
     @property
@@ -78,6 +90,8 @@ class Comparison:
             "peak_bytes": self.peak_bytes,
             "phases": self.phases,
             "float32_error": errors or None,
+            "exact_vs_response_only": self.exact_vs_response_only,
+            "tokens": self.tokens,
             "bars": self.bars,
             "within_bars": self.within_bars,
             "settings": asdict(self.settings),
@@ -102,7 +116,9 @@ def compare(settings: Settings) -> Comparison:
     groups, objective = batch(settings, config.vocab_size)
     truth = _float32_truth(settings, model, groups, objective)
     theirs = _reference(settings, model, groups, objective)
-    ours, phases, bitwise = _longstraw(settings, model, groups, objective)
+    walk, meter = walk_of(driven(model), _config(settings, settings.gradient)), Meter()
+    ours = _longstraw(walk, groups, objective, meter)
+    scored = score_batch(walk, groups, objective)
     errors = None
     if truth is not None:
         both = {"longstraw": ours.result, "reference": theirs.result}
@@ -110,11 +126,13 @@ def compare(settings: Settings) -> Comparison:
     return Comparison(
         settings,
         distance(ours.result, theirs.result),
-        bitwise,
+        bitwise_equal(scored, ours.result.rows),
         {"longstraw": ours.seconds, "reference": theirs.seconds},
         {"longstraw": ours.peak_bytes, "reference": theirs.peak_bytes},
-        phases,
+        dict(meter.seconds),
         errors,
+        _gap(settings, walk.model, groups, objective, ours.result),
+        _tokens(meter),
         "linear_attention" in (getattr(config, "layer_types", None) or ()),
     )
 
@@ -141,22 +159,53 @@ def _reference(
     return ordinary(model, groups, objective, _mode(settings))
 
 
-def _longstraw(
-    settings: Settings, model: nn.Module, groups: list[Group], objective: Objective
-) -> tuple[Measured[Outcome], dict[str, float], bool]:
-    config = LongStrawConfig(chunk_tokens=settings.chunk, progress=False)
-    walk = walk_of(driven(model), config)
-    meter = Meter()
+def _config(settings: Settings, gradient: Gradient) -> LongStrawConfig:
+    return LongStrawConfig(
+        gradient=gradient,
+        chunk_tokens=settings.chunk,
+        response_block=settings.response_block,
+        shared_tokens=max(1, turn_tokens(settings) // 2) if settings.turns > 1 else 256,
+        progress=False,
+    )
 
+
+def _longstraw(
+    walk: GroupWalk, groups: list[Group], objective: Objective, meter: Meter
+) -> Measured[Outcome]:
     def work() -> Outcome:
-        model.zero_grad(set_to_none=True)
+        walk.model.module.zero_grad(set_to_none=True)
         walk.store.clear()
-        meter.seconds.clear()
+        meter.reset()
         return replay_batch(walk, groups, objective, meter)
 
-    ours = measured(work, walk.model.device)
-    scored = score_batch(walk, groups, objective)
-    return ours, dict(meter.seconds), bitwise_equal(scored, ours.result.rows)
+    return measured(work, walk.model.device)
+
+
+def _gap(
+    settings: Settings,
+    model: DrivenModel,
+    groups: list[Group],
+    objective: Objective,
+    ours: Outcome,
+) -> dict[str, float]:
+    """From one more replay of the batch, for the gradient that was not asked for."""
+    other: Gradient = "exact" if settings.gradient == "response_only" else "response_only"
+    model.module.zero_grad(set_to_none=True)
+    found = replay_batch(walk_of(model, _config(settings, other)), groups, objective)
+    exact, responses = (ours, found) if other == "response_only" else (found, ours)
+    return {
+        "rel_l2": gradient_rel_l2(responses.gradients, exact.gradients),
+        "cosine": gradient_cosine(responses.gradients, exact.gradients),
+    }
+
+
+def _tokens(meter: Meter) -> dict[str, int]:
+    return {
+        "captured": meter.prompt_tokens_captured,
+        "forward": meter.forward_tokens,
+        "backward": meter.backward_tokens,
+        "full_sequences": meter.full_sequence_tokens,
+    }
 
 
 def _versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from longstraw_backend.tiny import tiny_model
 
 from .settings import Settings
 
-__all__ = ["add_adapters", "base_model", "batch", "response_lengths"]
+__all__ = ["add_adapters", "base_model", "batch", "response_lengths", "turn_tokens"]
 
 ENTROPY_COEFF = 0.01
 _INIT = 0.1  # the usual 0.02 makes attention of a tiny model uniform, which hides errors
@@ -88,6 +89,33 @@ def response_lengths(longest: int, group: int) -> list[int]:
     return [longest - (longest - 1) * i // max(1, group - 1) for i in range(group)]
 
 
+def turn_tokens(settings: Settings) -> int:
+    """Tokens of each turn but the last."""
+    return settings.response // settings.turns if settings.turns > 1 else 0
+
+
+def _responses(settings: Settings, tokens: Callable[[int], Tensor]) -> list[Tensor]:
+    """Of one group: ``turns - 1`` shared turns and a last one of a row's own, of ragged length."""
+    shared, each = settings.turns - 1, turn_tokens(settings)
+    versions = [
+        [tokens(each) for _ in range(-(-settings.group >> (shared - turn)))]
+        for turn in range(shared)
+    ]
+    lengths = response_lengths(settings.response - shared * each, settings.group)
+    return [
+        torch.cat([*(v[row >> (shared - turn)] for turn, v in enumerate(versions)), tokens(length)])
+        for row, length in enumerate(lengths)
+    ]
+
+
+def _is_answer(settings: Settings, response: Tensor) -> Tensor:
+    """1 for tokens of answers, 0 for those of observations: the second half of a shared turn."""
+    each = turn_tokens(settings)
+    place = torch.arange(response.numel())
+    shared = place < (settings.turns - 1) * each
+    return torch.where(shared & (place % max(1, each) >= each // 2), 0.0, 1.0)
+
+
 def batch(settings: Settings, vocab_size: int) -> tuple[list[Group], Objective]:
     """Groups whose rows lie mixed in the batch, and a loss with one advantage per row.
 
@@ -99,13 +127,13 @@ def batch(settings: Settings, vocab_size: int) -> tuple[list[Group], Objective]:
         return torch.randint(0, vocab_size, (count,), generator=generator)
 
     prompts = [tokens(settings.prompt) for _ in range(settings.prompts)]
-    lengths = response_lengths(settings.response, settings.group)
-    responses = [tokens(length) for length in lengths for _ in prompts]
+    by_prompt = [_responses(settings, tokens) for _ in prompts]
+    responses = [r for rows in zip(*by_prompt, strict=True) for r in rows]
     total = sum(r.numel() for r in responses)
     advantages = torch.randn(len(responses), generator=generator) / total
     weights = [
-        advantage * (1 + torch.rand(r.numel(), generator=generator))
+        advantage * (1 + torch.rand(r.numel(), generator=generator)) * _is_answer(settings, r)
         for r, advantage in zip(responses, advantages, strict=True)
     ]
-    groups = group_rows(prompts * len(lengths), responses)
+    groups = group_rows(prompts * settings.group, responses)
     return groups, Objective(weights, [settings.temperature] * len(responses), ENTROPY_COEFF)

@@ -23,8 +23,8 @@ _NUMBERS = {
     "float32_error.grad_rel_l2": "gradient, our error against float32 (relative L2)",
 }
 _NOTE = (
-    "The gradients differ by design: response_only drops the part through the prompt, which this "
-    "reference keeps. Compare --against detached for the part that must agree."
+    "The gradients differ by design: response_only drops the part through the prompt. Compare "
+    "response_only --against detached, or exact --against full, for what must agree."
 )
 
 
@@ -39,6 +39,7 @@ def print_report(comparison: Comparison, console: Console | None = None) -> None
     console.print(_headline(comparison.settings))
     console.print(_agreement(comparison))
     console.print(_cost(comparison))
+    console.print(_gap(comparison))
     if not comparison.settings.gradient_is_ours:
         console.print(_NOTE)
     verdict = "within the bars" if comparison.within_bars else "NOT within the bars"
@@ -47,10 +48,11 @@ def print_report(comparison: Comparison, console: Console | None = None) -> None
 
 def _headline(settings: Settings) -> str:
     name = settings.model or f"tiny {settings.family}"
+    turns = f" in {settings.turns} turns" if settings.turns > 1 else ""
     return (
-        f"{name}, {settings.dtype} on {settings.device}, against {settings.against}: "
-        f"{settings.prompts} x {settings.group} responses of 1 to {settings.response} tokens "
-        f"to prompts of {settings.prompt}"
+        f"{name}, {settings.dtype} on {settings.device}, {settings.gradient} against "
+        f"{settings.against}: {settings.prompts} x {settings.group} responses of 1 to "
+        f"{settings.response} tokens{turns} to prompts of {settings.prompt}"
     )
 
 
@@ -71,10 +73,22 @@ def _agreement(comparison: Comparison) -> Table:
     return table
 
 
+def _gap(comparison: Comparison) -> str:
+    gap = comparison.exact_vs_response_only
+    return (
+        "What response_only drops of the exact gradient of this batch: relative L2 "
+        f"{gap['rel_l2']:.3f}, cosine {gap['cosine']:.3f}"
+    )
+
+
 def _cost(comparison: Comparison) -> Table:
     table = Table("one update", "longstraw", "reference")
     seconds = [comparison.seconds[side] for side in ("longstraw", "reference")]
     table.add_row("seconds", *(f"{s:.3f}" for s in seconds))
     peaks = [comparison.peak_bytes[side] for side in ("longstraw", "reference")]
+    tokens = comparison.tokens
+    forward = tokens["captured"] + tokens["forward"]
+    table.add_row("tokens run forward", f"{forward:,}", f"{tokens['full_sequences']:,}")
+    table.add_row("tokens run backward", f"{tokens['backward']:,}", f"{tokens['full_sequences']:,}")
     table.add_row("peak memory above the start (MiB)", *(f"{p / 2**20:.1f}" for p in peaks))
     return table

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from longstraw_backend.config import Gradient, LongStrawConfig
+
 __all__ = ["BARS", "DELTA_NET_GRADIENT_BAR", "Against", "Settings"]
 
 Against = Literal["detached", "full", "verl-fsdp2"]
@@ -22,8 +24,19 @@ DELTA_NET_GRADIENT_BAR = 1e-7
 """Of the gradient in float64, for gated-delta-net families: their stock modules sum the gradients
 of decay and gated norm in float32, in an order that depends on how many tokens there are."""
 
-_COUNTS = {"prompt": 1, "response": 1, "group": 1, "prompts": 1, "chunk": 1, "seed": 0, "lora": 0}
-_CHOICES = {"against": Against, "dtype": Dtype, "device": Device}
+_COUNTS = {
+    "prompt": 1,
+    "response": 1,
+    "group": 1,
+    "prompts": 1,
+    "chunk": 1,
+    "response_block": 1,
+    "turns": 1,
+    "seed": 0,
+    "lora": 0,
+}
+_CHOICES = {"against": Against, "dtype": Dtype, "device": Device, "gradient": Gradient}
+_SAME: dict[Gradient, Against] = {"response_only": "detached", "exact": "full"}
 
 
 @dataclass(frozen=True)
@@ -38,8 +51,13 @@ class Settings:
         group: responses per prompt.
         prompts: groups.
         chunk: prompt tokens per capture chunk.
+        gradient: which one we compute.
+        response_block: response tokens in one graph.
+        turns: of each response. With several, rows share all but the last: half as many versions of
+            a turn as of the next one; the second half of a shared turn is an observation, without
+            weight in the loss.
         lora: rank of adapters with random, non-zero B; 0 trains all parameters.
-        against: which ordinary training.
+        against: which ordinary training; by default the one whose gradient ours must equal.
     """
 
     family: str | None = "qwen3"
@@ -54,7 +72,10 @@ class Settings:
     seed: int = 0
     temperature: float = 1.0
     lora: int = 0
-    against: Against = "detached"
+    gradient: Gradient = "response_only"
+    response_block: int = LongStrawConfig.response_block
+    turns: int = 1
+    against: Against | None = None
 
     def __post_init__(self) -> None:
         if (self.family is None) == (self.model is None):
@@ -64,7 +85,12 @@ class Settings:
         for name, least in _COUNTS.items():
             value = getattr(self, name)
             if value < least:
-                raise ValueError(f"--{name}: expected an integer of at least {least}, got {value}")
+                option = name.replace("_", "-")
+                raise ValueError(
+                    f"--{option}: expected an integer of at least {least}, got {value}"
+                )
+        if self.against is None and self.gradient in _SAME:
+            object.__setattr__(self, "against", _SAME[self.gradient])
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in get_args(choices):
@@ -76,6 +102,11 @@ class Settings:
                 f"--temperature: expected a positive number, got {self.temperature}; "
                 "greedy decoding has no gradient"
             )
+        if self.turns > self.response:
+            raise ValueError(
+                f"--turns: expected at most one per token of --response {self.response}, "
+                f"got {self.turns}"
+            )
         if self.against == "verl-fsdp2" and self.dtype != "float32":
             raise ValueError(
                 f"--dtype: --against verl-fsdp2 loads the model in float32, got {self.dtype}; use "
@@ -85,4 +116,4 @@ class Settings:
     @property
     def gradient_is_ours(self) -> bool:
         """Whether the other side's gradient is the one we claim to compute."""
-        return self.against == "detached"
+        return (self.against == "detached") == (self.gradient == "response_only")

@@ -47,6 +47,7 @@ class Segment:
         self.capacity = capacity
         self.layers = layers
         self._holds = 0
+        self.tracked = cotangents is not None
         if cotangents is not None:
             for layer in layers:
                 layer.track(cotangents)

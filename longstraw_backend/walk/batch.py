@@ -31,7 +31,7 @@ def captured_in_lockstep(
 ) -> Segment | None:
     """The group's prompt state; other ranks may take more chunks, or have no group at all."""
     own = 0
-    if group is not None and key is not None and walk.store.get(key) is None:
+    if group is not None and key is not None and walk.stored(key) is None:
         own = num_chunks(group.prompt.numel(), walk.config.capture_tokens)
     (most,) = lockstep.most([own])
     segment = (

@@ -60,9 +60,18 @@ class GroupWalk:
     store: PromptStore
     quiet: bool = True
 
+    def stored(self, key: PromptKey) -> Segment | None:
+        """The prompt's state if the store has it in the form that the gradient needs."""
+        segment = self.store.get(key)
+        return segment if segment and segment.tracked >= self._tracked else None
+
+    @property
+    def _tracked(self) -> bool:
+        return self.config.gradient == "exact"
+
     def captured(self, prompt: Tensor, key: PromptKey, meter: Meter) -> Segment:
         """The prompt's state from the store, or captured now."""
-        segment = self.store.get(key)
+        segment = self.stored(key)
         if segment is None:
             with meter.phase("capture", self.model.device), torch.no_grad():
                 segment = capture_prompt(self.model, prompt, self.config, quiet=self.quiet)

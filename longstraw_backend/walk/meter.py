@@ -41,6 +41,10 @@ class Meter:
     branch_bytes: int = 0
     cotangent_bytes: int = 0
 
+    def reset(self) -> None:
+        """Begin again."""
+        self.__dict__.update(Meter().__dict__)
+
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
         """Time a phase; on CUDA waits for the device, twice per capture or replay."""
