@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -82,8 +83,13 @@ def text_name(name: str) -> str:
 
 
 def checkpoint_folder(path: str) -> Path:
-    """The folder of a checkpoint that is loaded already: itself, or in the hub's cache."""
-    return Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
+    """The folder of a checkpoint that is loaded already: the path, or in the hub's cache."""
+    if not Path(path).is_dir():
+        try:
+            return Path(snapshot_download(path, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError):
+            pass
+    return Path(path)
 
 
 def holds_more(original: Path) -> bool:

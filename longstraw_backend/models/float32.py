@@ -86,6 +86,8 @@ def _apply(
     return module
 
 
-def _without_autocast(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _without_autocast(
+    forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     with torch.autocast(hidden.device.type, enabled=False):
         return forward(hidden, *args, **kwargs)

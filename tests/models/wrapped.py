@@ -87,7 +87,7 @@ def rewrite(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights with one matrix an expert, in the layout with one tensor for all experts of a layer."""
+    """The same weights with one tensor for all experts of a layer, in place of one an expert."""
     done = {n: w for n, w in weights.items() if ".experts." not in n or n.startswith("mtp.")}
     for experts in sorted({n.split(".experts.")[0] + ".experts" for n in weights.keys() - done}):
         count = sum(n.startswith(experts) and n.endswith(".down_proj.weight") for n in weights)
