@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear, LoraLayer
+from peft import get_peft_model
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -38,7 +38,7 @@ from longstraw_backend.models.checkpoint import (
 )
 from longstraw_backend.parallel import Lockstep
 
-__all__ = ["PublishedCheckpoints", "check_mergeable", "text_adapters"]
+__all__ = ["PublishedCheckpoints", "text_adapters"]
 
 _ADAPTER = "default"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -72,8 +72,7 @@ class PublishedCheckpoints(FSDPCheckpointManager):
         """Save; see the base class.
 
         Raises:
-            ValueError: on every rank; the model does not fit its original, or its adapters can't
-                be merged.
+            ValueError: on every rank; the model does not fit its original.
         """
         contents, adapted = self.checkpoint_save_contents, self._has_lora()
         if adapted:
@@ -87,12 +86,21 @@ class PublishedCheckpoints(FSDPCheckpointManager):
         if adapted:
             self._save_adapters(Path(local_path) / "lora_adapter")
         if self.should_save_hf_model:
-            folder = Path(local_path) / "huggingface"
-            if adapted:
-                self._save_merged(folder)
-            with self.lockstep.agree():
-                if self._partial and self.rank == 0:
-                    restore_checkpoint(folder, self.original)
+            self._publish(Path(local_path) / "huggingface", adapted)
+
+    def _publish(self, folder: Path, adapted: bool) -> None:
+        state = self._own_state() if adapted else {}
+        with self.lockstep.agree():
+            if self.rank == 0 and adapted:
+                _save_merged(self.model, state, folder)
+            if self.rank == 0 and self._partial:
+                restore_checkpoint(folder, self.original)
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """The whole state on the first rank's CPU; what lives there already is copied."""
+        live = {_pointer(weight) for weight in self.model.state_dict().values()}
+        state = get_fsdp_full_state_dict(self.model)
+        return {n: w.clone() if _pointer(w) in live else w for n, w in state.items()}
 
     def _save_adapters(self, folder: Path) -> None:
         adapters = get_peft_model_state_dict(self.model, save_embedding_layers=False)
@@ -108,49 +116,30 @@ class PublishedCheckpoints(FSDPCheckpointManager):
             weights = {checkpoint_name(name): weight for name, weight in weights.items()}
         save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
 
-    def _save_merged(self, folder: Path) -> None:
-        check_mergeable(self.model)
-        state = get_fsdp_full_state_dict(self.model)
-        if self.rank != 0:
-            return
-        config = self.model.get_base_model().config
-        with torch.device("meta"):
-            empty: Any = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=self.trust_remote_code
-            )
-        if (folder / "generation_config.json").exists():
-            empty.generation_config = GenerationConfig.from_pretrained(folder)
-        merged = _merged(self.model, state)
-        drop_tied_target_keys(merged, empty, config)
-        empty.save_pretrained(folder, state_dict=merged)
+
+def _save_merged(adapted: Any, state: dict[str, Tensor], folder: Path) -> None:
+    """The base model with adapters added to its weights.
+
+    Args:
+        adapted: the model with adapters, maybe sharded; only its configurations are used.
+        state: its whole state, on the CPU; base weights are changed in place.
+    """
+    config = adapted.get_base_model().config
+    with torch.device("meta"):
+        base: Any = AutoModelForCausalLM.from_config(config)
+        copied: Any = get_peft_model(base, copy.deepcopy(adapted.peft_config[_ADAPTER]))
+    copied.load_state_dict(state, assign=True)
+    merged = copied.merge_and_unload()
+    if (folder / "generation_config.json").exists():
+        merged.generation_config = GenerationConfig.from_pretrained(folder)
+    weights = merged.state_dict()
+    drop_tied_target_keys(weights, merged, config)
+    merged.save_pretrained(folder, state_dict=weights)
 
 
-def check_mergeable(module: nn.Module) -> None:
-    """Raise ValueError if adapters are not plain LoRA on linear layers, which alone we merge."""
-    for name, layer in module.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
-        plain = isinstance(layer, Linear) and isinstance(layer.get_base_layer(), nn.Linear)
-        if not plain or layer.lora_variant or layer.lora_bias[_ADAPTER]:
-            raise ValueError(
-                f"checkpoint.save_contents: hf_model merges plain LoRA on linear layers alone, "
-                f"{name} has another adapter; leave hf_model out, lora_adapter/ is written anyway"
-            )
-
-
-def _merged(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the base model with its adapters added, by the base model's names."""
-    state = dict(state)
-    for path, layer in module.named_modules():
-        if isinstance(layer, LoraLayer):
-            a, b = (state.pop(f"{path}.lora_{x}.{_ADAPTER}.weight").float() for x in "AB")
-            weight = state[f"{path}.base_layer.weight"]
-            delta = layer.scaling[_ADAPTER] * (b @ a)
-            state[f"{path}.base_layer.weight"] = (weight.float() + delta).to(weight.dtype)
-    return {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): weight
-        for name, weight in state.items()
-    }
+def _pointer(weight: Tensor) -> int:
+    local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    return local.untyped_storage().data_ptr()
 
 
 def _gathered(weight: Any) -> Tensor:

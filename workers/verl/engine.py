@@ -38,7 +38,7 @@ from longstraw_backend.state import PromptKey, PromptStore
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sample, Sampling, generate
 
 from .batch import check_settings, groups_of, temperatures_of
-from .checkpoints import PublishedCheckpoints, check_mergeable, text_adapters
+from .checkpoints import PublishedCheckpoints, text_adapters
 from .live import LIVE
 from .outputs import BatchOutputs
 
@@ -100,8 +100,6 @@ class LongStrawEngine(FSDPEngineWithLMHead):
             raise ValueError(
                 "target_modules: an adapter on lm_head is not supported; add it to exclude_modules"
             )
-        if "hf_model" in self.checkpoint_config.save_contents:
-            check_mergeable(wrapped)
         return wrapped
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longstraw_backend.tiny import tiny_model
-from tests.models.wrapped import save_wrapped, stack_experts, weights_of
+from tests.models.wrapped import rewrite, save_wrapped, stack_experts, weights_of
 
 from .ranks import run_ranks
 
@@ -95,6 +95,19 @@ def test_published_names_in_export_and_on_disk(family: str, world: int, tmp_path
     for name, weight in exported.items():
         assert torch.equal(after[name], weight.to(after[name].dtype)), name
     assert any(not torch.equal(after[name], before[name]) for name in exported)
+
+
+def test_an_mtp_layer_beside_a_text_model_is_kept(tmp_path: Path) -> None:
+    original, out = tmp_path / "original", tmp_path / "out"
+    tiny_model("qwen3_next").save_pretrained(original)  # type: ignore[operator]
+    mtp = {"mtp.fc.weight": torch.randn(4, 8)}
+    rewrite(original, weights_of(original) | mtp)
+    run_ranks(_train_and_save, 1, tmp_path, path=str(original), saved=str(out), lora=2)
+    before, after = weights_of(original), weights_of(out / "huggingface")
+    assert after.keys() == before.keys() and torch.equal(
+        after["mtp.fc.weight"], mtp["mtp.fc.weight"]
+    )
+    assert any(not torch.equal(after[name], before[name]) for name in after)
 
 
 @pytest.mark.parametrize("world", [1, 2])
