@@ -2,6 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 STRATEGY ?= longstraw
+FAMILY ?= qwen3
 WORKERS ?= 2
 # Further words for pip, such as an index with CPU builds of torch, and for the demo.
 PIP_ARGS ?=
@@ -21,8 +22,8 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(STAMP) ## train a tiny model on the CPU: make demo STRATEGY=longstraw
-	@$(BIN)/python examples/demo/run.py --strategy $(STRATEGY) $(ARGS)
+demo: $(STAMP) ## train a tiny model on the CPU: make demo FAMILY=qwen3_5 STRATEGY=longstraw
+	@$(BIN)/python examples/demo/run.py --family $(FAMILY) --strategy $(STRATEGY) $(ARGS)
 
 test: lint ## lint, then all tests: the fast ones in parallel, the slow ones one at a time
 	@$(TEST_ENV) $(BIN)/python -m pytest --no-header -n $(WORKERS) -m "not slow"
