@@ -55,7 +55,7 @@ def qwen3(**tokens: Any) -> PretrainedConfig:
 
 
 def qwen3_5(**tokens: Any) -> PretrainedConfig:
-    """The pattern of Qwen3.5 and 3.6: three gated-delta-net layers, then one of gated attention."""
+    """A gated-delta-net layer, then one of gated attention; Qwen3.5 and 3.6 have three to one."""
     rope = {
         "rope_type": "default",
         "rope_theta": 1e6,
@@ -67,8 +67,8 @@ def qwen3_5(**tokens: Any) -> PretrainedConfig:
         "qwen3_5_text",
         **_COMMON,
         **tokens,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention"],
+        num_hidden_layers=2,
         num_key_value_heads=2,
         head_dim=32,
         linear_num_key_heads=2,
@@ -110,7 +110,7 @@ def glm_moe_dsa(**tokens: Any) -> PretrainedConfig:
 
 FAMILIES = {
     "qwen3": Family(qwen3),
-    "qwen3_5": Family(qwen3_5),
+    "qwen3_5": Family(qwen3_5, learning_rate=4e-3),
     # The stock attention of transformers 5.10 is not causal, so verl's own engine is no comparison.
     "glm_moe_dsa": Family(glm_moe_dsa, strategies=("longstraw",)),
 }

@@ -126,15 +126,21 @@ def new_optimizer(model: DrivenModel, learning_rate: float) -> torch.optim.Optim
     )
 
 
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Use this learning rate from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
 def learn_to_copy(
     model: DrivenModel, vocabulary: int, learning_rate: float, max_steps: int = 600
-) -> int:
-    """Train on copying until the loss is small; return the number of steps."""
+) -> None:
+    """Train on copying until the loss is small."""
     optimizer = new_optimizer(model, learning_rate)
-    for step in range(max_steps):
+    for step in range(1, max_steps + 1):
+        set_rate(optimizer, learning_rate * min(1.0, step / 30))
         if train_step(model, optimizer, *copy_batch(vocabulary)) < 0.5:
-            return step + 1
-    return max_steps
+            return
 
 
 def conversation(
@@ -211,12 +217,6 @@ def retrieval(
         log_probs_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
         total += log_probs_T[1:].cumsum(0).exp().mean().item()
     return total / len(items)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Use this learning rate from now on."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
 
 
 def learn_to_find(

@@ -21,7 +21,9 @@ VOCABULARY = 64
 
 
 def config_of(family: str) -> Any:
-    return families.FAMILIES[family].config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=1)
+    return families.FAMILIES[family].config(
+        vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=1
+    )
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
