@@ -21,6 +21,22 @@ _COMMON: dict[str, Any] = dict(
     max_position_embeddings=8192,
     tie_word_embeddings=True,
 )
+_LATENT: dict[str, Any] = _COMMON | dict(
+    num_hidden_layers=2,
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=24,
+    qk_nope_head_dim=24,
+    qk_rope_head_dim=8,
+    v_head_dim=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    moe_intermediate_size=128,
+    rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +45,14 @@ class Family:
 
     Attributes:
         config: from `vocab_size` and the ids of special tokens to the model's configuration.
+        warm_up: the same for the warm-up where that is another model, whose weights fit.
         learning_rate: of the warm-up.
         dapo_learning_rate: of the run.
         strategies: of `actor_rollout_ref.actor.strategy` that compute this family rightly.
     """
 
     config: Callable[..., PretrainedConfig]
+    warm_up: Callable[..., PretrainedConfig] | None = None
     learning_rate: float = 2e-3
     dapo_learning_rate: float = 6e-4
     strategies: tuple[str, ...] = ("longstraw", "fsdp2")
@@ -80,37 +98,32 @@ def qwen3_5(**tokens: Any) -> PretrainedConfig:
 
 
 def glm_moe_dsa(**tokens: Any) -> PretrainedConfig:
-    """Latent attention with an indexer that the second layer shares, then with experts.
+    """Two layers of latent attention, one indexer for both, experts in the second.
 
-    The loss gives an indexer no gradient, so it stays as it was drawn. `index_topk` is GLM-5.2's
-    2,048, of prompts a little longer: a random choice that leaves out few tokens.
+    The loss gives an indexer no gradient, so it stays as it was drawn and chooses at random.
+    `index_topk` is therefore GLM-5.2's own 2,048, of prompts a little longer: few tokens are left
+    out.
     """
     return AutoConfig.for_model(
         "glm_moe_dsa",
-        **_COMMON,
+        **_LATENT,
         **tokens,
-        num_hidden_layers=2,
-        num_key_value_heads=4,
-        q_lora_rank=64,
-        kv_lora_rank=32,
-        qk_nope_head_dim=24,
-        qk_rope_head_dim=8,
-        v_head_dim=32,
+        mlp_layer_types=["dense", "sparse"],
         index_topk=2048,
-        index_n_heads=64,
+        index_n_heads=16,
         index_head_dim=16,
         indexer_types=["full", "shared"],
-        mlp_layer_types=["dense", "sparse"],
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
+
+
+def glm_without_indexer(**tokens: Any) -> PretrainedConfig:
+    """The same as DeepSeek-V3, which attends to all tokens: much faster to warm up."""
+    return AutoConfig.for_model("deepseek_v3", **_LATENT, **tokens, first_k_dense_replace=1)
 
 
 FAMILIES = {
     "qwen3": Family(qwen3),
     "qwen3_5": Family(qwen3_5, learning_rate=4e-3),
     # The stock attention of transformers 5.10 is not causal, so verl's own engine is no comparison.
-    "glm_moe_dsa": Family(glm_moe_dsa, strategies=("longstraw",)),
+    "glm_moe_dsa": Family(glm_moe_dsa, warm_up=glm_without_indexer, strategies=("longstraw",)),
 }

@@ -20,14 +20,20 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import task
 import torch
 from families import FAMILIES, Family
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from longstraw_backend.models import DrivenModel, drive
 from longstraw_backend.walk.advance import advance
@@ -70,15 +76,27 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(family: Family, vocabulary: int) -> DrivenModel:
-    """Return a tiny model with random weights, driven."""
-    config = family.config(
+def token_options(vocabulary: int) -> dict[str, Any]:
+    """Return what a configuration says of the tokenizer."""
+    return dict(
         vocab_size=vocabulary,
         bos_token_id=None,
         eos_token_id=SPECIAL.index("<|im_end|>"),
         pad_token_id=SPECIAL.index("<|pad|>"),
     )
+
+
+def new_model(config: PretrainedConfig) -> DrivenModel:
+    """Return a model with random weights, driven."""
     return drive(AutoModelForCausalLM.from_config(config))
+
+
+def with_weights(config: PretrainedConfig, warm: nn.Module) -> PreTrainedModel:
+    """Return a model of this configuration with the weights of another that lacks an indexer."""
+    model = AutoModelForCausalLM.from_config(config)
+    missing, unexpected = model.load_state_dict(warm.state_dict(), strict=False)
+    assert not unexpected and all(".indexer." in name for name in missing), (missing, unexpected)
+    return model
 
 
 def logits_at(model: DrivenModel, tokens_BT: Tensor, chosen_BT: Tensor, grad: bool) -> Tensor:
@@ -242,6 +260,18 @@ def learn_to_find(
     return retrieval(model, tokenizer, items)
 
 
+def warmed_up(
+    family: Family, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> tuple[PreTrainedModel, float]:
+    """Return the model and what share of a note it finds."""
+    torch.manual_seed(seed)
+    options = token_options(len(tokenizer))
+    model = new_model((family.warm_up or family.config)(**options))
+    learn_to_copy(model, len(tokenizer), family.learning_rate)
+    found = learn_to_find(model, tokenizer, family.learning_rate, seed)
+    return with_weights(family.config(**options), model.module), found
+
+
 def prepare(folder: Path, family: str, seed: int = 0) -> PreTrainedTokenizerFast:
     """Make tokenizer and warmed-up model in `folder` unless there; return the tokenizer."""
     done = folder / "ready"
@@ -249,15 +279,11 @@ def prepare(folder: Path, family: str, seed: int = 0) -> PreTrainedTokenizerFast
         return PreTrainedTokenizerFast.from_pretrained(folder)
     start = time.perf_counter()
     print(f"training the tokenizer and warming up a {family}, a minute or two", flush=True)
-    tokenizer, rate = train_tokenizer(), FAMILIES[family].learning_rate
-    torch.manual_seed(seed)
-    model = new_model(FAMILIES[family], len(tokenizer))
-    learn_to_copy(model, len(tokenizer), rate)
-    copied = time.perf_counter()
-    found = learn_to_find(model, tokenizer, rate, seed)
-    model.module.save_pretrained(folder)
+    tokenizer = train_tokenizer()
+    model, found = warmed_up(FAMILIES[family], tokenizer, seed)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     seconds = time.perf_counter() - start
-    done.write_text(f"found {found:.3f}, {copied - start:.0f} s copy, {seconds:.0f} s in all\n")
+    done.write_text(f"found {found:.3f}, {seconds:.0f} s\n")
     print(f"  finds {found:.0%} of a note when it tries, {seconds:.0f} s", flush=True)
     return tokenizer
