@@ -25,15 +25,16 @@ _LATENT: dict[str, Any] = _COMMON | dict(
     num_hidden_layers=2,
     num_key_value_heads=4,
     q_lora_rank=64,
-    kv_lora_rank=24,
-    qk_nope_head_dim=24,
-    qk_rope_head_dim=8,
+    kv_lora_rank=48,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
     v_head_dim=32,
     n_routed_experts=4,
     num_experts_per_tok=2,
     n_group=1,
     topk_group=1,
-    moe_intermediate_size=128,
+    moe_intermediate_size=64,
+    initializer_range=0.04,
     rms_norm_eps=1e-5,
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
 )
@@ -125,5 +126,10 @@ FAMILIES = {
     "qwen3": Family(qwen3),
     "qwen3_5": Family(qwen3_5, learning_rate=4e-3),
     # The stock attention of transformers 5.10 is not causal, so verl's own engine is no comparison.
-    "glm_moe_dsa": Family(glm_moe_dsa, warm_up=glm_without_indexer, strategies=("longstraw",)),
+    "glm_moe_dsa": Family(
+        glm_moe_dsa,
+        warm_up=glm_without_indexer,
+        learning_rate=4e-3,
+        strategies=("longstraw",),
+    ),
 }

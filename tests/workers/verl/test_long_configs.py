@@ -61,6 +61,12 @@ def test_overlay_is_dapo_with_lora_and_without_yarn(overlay: str) -> None:
     assert "rope_parameters" not in model.override_config
 
 
+@pytest.mark.parametrize("overlay", [overlay for overlay, *_ in LONG.values()])
+def test_engine_can_be_swapped_for_a_comparison(overlay: str) -> None:
+    config = composed(*ENGINE, f"+longstraw={overlay}", "actor_rollout_ref.actor.strategy=fsdp2")
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.strategy == "fsdp2"
+
+
 ROPE = {
     "qwen3_5": dict(
         rope_type="default",
