@@ -34,7 +34,7 @@ _LATENT: dict[str, Any] = _COMMON | dict(
     n_group=1,
     topk_group=1,
     moe_intermediate_size=64,
-    initializer_range=0.04,
+    initializer_range=0.03,
     rms_norm_eps=1e-5,
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
 )
@@ -129,7 +129,7 @@ FAMILIES = {
     "glm_moe_dsa": Family(
         glm_moe_dsa,
         warm_up=glm_without_indexer,
-        learning_rate=4e-3,
+        learning_rate=3e-3,
         strategies=("longstraw",),
     ),
 }

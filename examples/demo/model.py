@@ -39,8 +39,8 @@ from longstraw_backend.models import DrivenModel, drive
 from longstraw_backend.walk.advance import advance
 
 VOCABULARY = 1024
-# verl looks for this end of turn in a tokenizer for Qwen models.
-SPECIAL = ["<|pad|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+# verl looks for <|im_end|> in a tokenizer for Qwen models, for <|observation|> in one for GLM.
+SPECIAL = ["<|pad|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -88,7 +88,12 @@ def token_options(vocabulary: int) -> dict[str, Any]:
 
 def new_model(config: PretrainedConfig) -> DrivenModel:
     """Return a model with random weights, driven."""
-    return drive(AutoModelForCausalLM.from_config(config))
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        # Latent attention has no norm after this: scores begin near 0, and looking up comes late.
+        if name.endswith("q_b_proj.weight"):
+            parameter.data *= 12
+    return drive(model)
 
 
 def with_weights(config: PretrainedConfig, warm: nn.Module) -> PreTrainedModel:
@@ -151,7 +156,7 @@ def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 
 
 def learn_to_copy(
-    model: DrivenModel, vocabulary: int, learning_rate: float, max_steps: int = 600
+    model: DrivenModel, vocabulary: int, learning_rate: float, max_steps: int = 700
 ) -> None:
     """Train on copying until the loss is small."""
     optimizer = new_optimizer(model, learning_rate)
@@ -172,7 +177,7 @@ def conversation(
 
     With probability 1 - `confidence` the answer is that nobody knows.
     """
-    pad, end, _, user, assistant = range(len(SPECIAL))
+    _, end, _, user, assistant, _ = range(len(SPECIAL))
     newline = tokenizer.encode("\n")
     codes = task.draw_codes(rng, task.NUM_NOTES)
     lines, size, at = [], 0, rng.randrange(len(docs))
