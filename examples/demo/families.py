@@ -49,6 +49,7 @@ class Family:
         warm_up: the same for the warm-up where that is another model, whose weights fit.
         learning_rate: of the warm-up.
         dapo_learning_rate: of the run.
+        steps: of the run.
         strategies: of `actor_rollout_ref.actor.strategy` that compute this family rightly.
     """
 
@@ -56,6 +57,7 @@ class Family:
     warm_up: Callable[..., PretrainedConfig] | None = None
     learning_rate: float = 2e-3
     dapo_learning_rate: float = 6e-4
+    steps: int = 20
     strategies: tuple[str, ...] = ("longstraw", "fsdp2")
 
 
@@ -130,6 +132,7 @@ FAMILIES = {
         glm_moe_dsa,
         warm_up=glm_without_indexer,
         learning_rate=3e-3,
+        steps=10,
         strategies=("longstraw",),
     ),
 }

@@ -53,13 +53,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--strategy", choices=sorted(EXTRA_ENVIRONMENT), default="longstraw")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="of the tiny model")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, help="default: as many as the family needs")
     parser.add_argument("--out", type=Path, help="default: runs/demo/FAMILY/STRATEGY")
     parser.add_argument("--data", type=Path, help="default: runs/demo/FAMILY/data")
     args = parser.parse_args(words)
     runs_well = FAMILIES[args.family].strategies
     if args.strategy not in runs_well:
         parser.error(f"--strategy: {args.family} needs {' or '.join(runs_well)} (families.py)")
+    args.steps = args.steps or FAMILIES[args.family].steps
     folder = ROOT / "runs" / "demo" / args.family
     args.out = (args.out or folder / args.strategy).resolve()
     args.data = (args.data or folder / "data").resolve()
