@@ -105,7 +105,7 @@ def glm_moe_dsa(**tokens: Any) -> PretrainedConfig:
 
     The loss gives an indexer no gradient, so it stays as it was drawn and chooses at random.
     `index_topk` is therefore GLM-5.2's own 2,048, of prompts a little longer: few tokens are left
-    out.
+    out. Not there yet: the warm-up learns to copy but not to find, and the demo stops after it.
     """
     return AutoConfig.for_model(
         "glm_moe_dsa",

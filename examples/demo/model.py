@@ -48,6 +48,8 @@ CHAT_TEMPLATE = (
 IGNORE = -100
 # The share of a note found at which the lengthening stops.
 FOUND = 0.88
+# The share below which there is no reward to learn from: dynamic sampling would draw for ever.
+FOUND_AT_LEAST = 0.3
 # The share of the last warm-up steps' answers that are not "unknown", and the number of such steps.
 CONFIDENCE = 0.35
 ABSTAIN_STEPS = 25
@@ -286,6 +288,8 @@ def prepare(folder: Path, family: str, seed: int = 0) -> PreTrainedTokenizerFast
     print(f"training the tokenizer and warming up a {family}, a minute or two", flush=True)
     tokenizer = train_tokenizer()
     model, found = warmed_up(FAMILIES[family], tokenizer, seed)
+    if found < FOUND_AT_LEAST:
+        raise SystemExit(f"the warmed-up {family} finds {found:.0%} of a note: too few to go on")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     seconds = time.perf_counter() - start
