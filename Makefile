@@ -4,6 +4,7 @@ VENV ?= .venv
 TF_VENV ?= .venv-tf
 PYTHON ?= python3
 STRATEGY ?= longstraw
+FAMILY ?= qwen3
 WORKERS ?= 2
 TRANSFORMERS ?= 5.23.0
 # Further words for pip, such as an index with CPU builds of torch, and for the demo.
@@ -34,8 +35,8 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_inf
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(STAMP) ## train a tiny model on the CPU: make demo STRATEGY=longstraw
-	@$(BIN)/python examples/demo/run.py --strategy $(STRATEGY) $(ARGS)
+demo: $(STAMP) ## train a tiny model on the CPU: make demo FAMILY=qwen3_5 STRATEGY=longstraw
+	@$(BIN)/python examples/demo/run.py --family $(FAMILY) --strategy $(STRATEGY) $(ARGS)
 
 test: lint ## lint, then all tests: the fast ones in parallel, the slow ones one at a time
 	@$(TEST_ENV) $(BIN)/python -m pytest --no-header -n $(WORKERS) -m "not slow"

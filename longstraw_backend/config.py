@@ -14,6 +14,15 @@ __all__ = ["Gradient", "LongStrawConfig"]
 Gradient = Literal["response_only"]
 
 
+_POSITIVE_INTEGERS = (
+    "chunk_tokens",
+    "page_tokens",
+    "head_chunk_tokens",
+    "context_parallel_size",
+    "expert_parallel_size",
+)
+
+
 @dataclass(frozen=True)
 class LongStrawConfig:
     """How prompts are captured and responses replayed.
@@ -40,6 +49,10 @@ class LongStrawConfig:
             leaves the choice to the host (verl: ``model.enable_gradient_checkpointing``).
         max_prompt_tokens: refuse prompts of this length or more. verl truncates prompts to
             ``data.max_prompt_length`` without an error; None if the limit is not known.
+        context_parallel_size: ranks that share the state and the tokens of one prompt. Not built
+            yet: the engine refuses more than 1.
+        expert_parallel_size: ranks that share the experts of a layer. Not built yet: the engine
+            refuses more than 1.
         progress: show a bar on rank 0 for captures and replays that last.
     """
 
@@ -53,6 +66,8 @@ class LongStrawConfig:
     host_state_budget_gb: float = 64.0
     activation_checkpointing: bool | None = None
     max_prompt_tokens: int | None = None
+    context_parallel_size: int = 1
+    expert_parallel_size: int = 1
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -60,7 +75,7 @@ class LongStrawConfig:
             raise ValueError(
                 f"gradient: expected one of {get_args(Gradient)}, got {self.gradient!r}"
             )
-        for name in ("chunk_tokens", "page_tokens", "head_chunk_tokens"):
+        for name in _POSITIVE_INTEGERS:
             _check_positive_integer(name, getattr(self, name))
         if self.max_prompt_tokens is not None:
             _check_positive_integer("max_prompt_tokens", self.max_prompt_tokens)

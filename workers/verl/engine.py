@@ -269,6 +269,11 @@ def _refuse_settings(model_config: Any, engine_config: Any) -> None:
         value = getattr(engine_config, name, only)
         if value != only:
             raise ValueError(f"{name}: strategy longstraw supports {only}, got {value}")
+    options = getattr(engine_config, "longstraw", None) or LongStrawConfig()
+    for name in ("context_parallel_size", "expert_parallel_size"):
+        value = getattr(options, name)
+        if value > 1:
+            raise ValueError(f"{name}: {value} is not built yet in this version; set it to 1")
     if getattr(model_config, "enable_activation_offload", False):
         raise ValueError(
             "enable_activation_offload: not supported by strategy longstraw; set it to False"
