@@ -13,7 +13,15 @@ __all__ = ["Gradient", "LongStrawConfig"]
 
 Gradient = Literal["response_only", "exact"]
 CotangentDtype = Literal["float32", "bfloat16"]
-_COUNTS = ("chunk_tokens", "page_tokens", "head_chunk_tokens", "response_block", "shared_tokens")
+_POSITIVE_INTEGERS = (
+    "response_block",
+    "shared_tokens",
+    "chunk_tokens",
+    "page_tokens",
+    "head_chunk_tokens",
+    "context_parallel_size",
+    "expert_parallel_size",
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,10 @@ class LongStrawConfig:
             leaves the choice to the host (verl: ``model.enable_gradient_checkpointing``).
         max_prompt_tokens: refuse prompts of this length or more. verl truncates prompts to
             ``data.max_prompt_length`` without an error; None if the limit is not known.
+        context_parallel_size: ranks that share the state and the tokens of one prompt. Not built
+            yet: the engine refuses more than 1.
+        expert_parallel_size: ranks that share the experts of a layer. Not built yet: the engine
+            refuses more than 1.
         progress: show a bar on rank 0 for captures and replays that last.
     """
 
@@ -72,6 +84,8 @@ class LongStrawConfig:
     report_gradient_gap_every: int = 0
     activation_checkpointing: bool | None = None
     max_prompt_tokens: int | None = None
+    context_parallel_size: int = 1
+    expert_parallel_size: int = 1
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -84,7 +98,7 @@ class LongStrawConfig:
                 f"cotangent_dtype: expected one of {get_args(CotangentDtype)}, "
                 f"got {self.cotangent_dtype!r}"
             )
-        for name in _COUNTS:
+        for name in _POSITIVE_INTEGERS:
             _check_positive_integer(name, getattr(self, name))
         if self.report_gradient_gap_every:
             _check_positive_integer("report_gradient_gap_every", self.report_gradient_gap_every)

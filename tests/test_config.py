@@ -27,6 +27,11 @@ def test_defaults_are_valid() -> None:
         ({"page_tokens": "4k"}, "page_tokens: expected a positive integer, got '4k'"),
         ({"head_chunk_tokens": None}, "head_chunk_tokens: expected a positive integer, got None"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens: expected a positive integer, got 0"),
+        ({"context_parallel_size": 0}, "context_parallel_size: expected a positive integer, got 0"),
+        (
+            {"expert_parallel_size": 2.0},
+            "expert_parallel_size: expected a positive integer, got 2.0",
+        ),
         ({"state_budget_gb": -1.0}, "state_budget_gb: expected 0 or more GiB, got -1.0"),
         ({"state_budget_gb": float("nan")}, "state_budget_gb: expected 0 or more GiB, got nan"),
         ({"host_state_budget_gb": "64"}, "host_state_budget_gb: expected 0 or more GiB, got '64'"),

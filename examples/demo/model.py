@@ -1,4 +1,4 @@
-"""The demo's tokenizer and model: a tiny Qwen3 that can find notes and mostly says "unknown".
+"""The demo's tokenizer and model: a tiny model that can find notes and mostly says "unknown".
 
 Nothing is downloaded. The weights are warmed up by ordinary supervised training, in three parts:
 
@@ -9,24 +9,38 @@ Nothing is downloaded. The weights are warmed up by ordinary supervised training
 
 So the model can read a long document, but tries only now and then, which keeps its reward low. That
 trying pays is left to DAPO.
+
+The model is driven as in the run that follows: a whole document is one block over an empty state,
+and its gradient that of ordinary training.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import task
 import torch
+from families import FAMILIES, Family
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from longstraw_backend.models import DrivenModel, drive
+from longstraw_backend.walk.advance import advance
 
 VOCABULARY = 1024
-# verl looks for this end of turn in a tokenizer for Qwen models.
-SPECIAL = ["<|pad|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+# verl looks for <|im_end|> in a tokenizer for Qwen models, for <|observation|> in one for GLM.
+SPECIAL = ["<|pad|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -34,6 +48,8 @@ CHAT_TEMPLATE = (
 IGNORE = -100
 # The share of a note found at which the lengthening stops.
 FOUND = 0.88
+# The share below which there is no reward to learn from: dynamic sampling would draw for ever.
+FOUND_AT_LEAST = 0.3
 # The share of the last warm-up steps' answers that are not "unknown", and the number of such steps.
 CONFIDENCE = 0.35
 ABSTAIN_STEPS = 25
@@ -62,37 +78,56 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(vocabulary: int) -> Qwen3ForCausalLM:
-    """Return the tiny Qwen3 with random weights: 2 layers, about 0.4 M parameters."""
-    config = Qwen3Config(
+def token_options(vocabulary: int) -> dict[str, Any]:
+    """Return what a configuration says of the tokenizer."""
+    return dict(
         vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        attn_implementation="sdpa",
         bos_token_id=None,
         eos_token_id=SPECIAL.index("<|im_end|>"),
         pad_token_id=SPECIAL.index("<|pad|>"),
     )
-    return Qwen3ForCausalLM(config)
+
+
+def new_model(config: PretrainedConfig) -> DrivenModel:
+    """Return a model with random weights, driven."""
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        # Latent attention has no norm after this: scores begin near 0, and looking up comes late.
+        if name.endswith("q_b_proj.weight"):
+            parameter.data *= 12
+    return drive(model)
+
+
+def with_weights(config: PretrainedConfig, warm: nn.Module) -> PreTrainedModel:
+    """Return a model of this configuration with the weights of another that lacks an indexer."""
+    model = AutoModelForCausalLM.from_config(config)
+    missing, unexpected = model.load_state_dict(warm.state_dict(), strict=False)
+    assert not unexpected and all(".indexer." in name for name in missing), (missing, unexpected)
+    return model
+
+
+def logits_at(model: DrivenModel, tokens_BT: Tensor, chosen_BT: Tensor, grad: bool) -> Tensor:
+    """Return the logits [chosen, V] of the tokens that follow the chosen ones."""
+
+    def head(hidden_BTD: Tensor, _: Tensor, linear: Callable[..., Tensor]) -> tuple[Tensor]:
+        return (linear(hidden_BTD[chosen_BT]),)
+
+    empty = model.segment(0, 1)
+    (logits,) = advance(model, tokens_BT, empty, grad=grad, commit=False, head=head)
+    return logits
 
 
 def train_step(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, tokens_BT: Tensor, labels_BT: Tensor
+    model: DrivenModel, optimizer: torch.optim.Optimizer, tokens_BT: Tensor, labels_BT: Tensor
 ) -> float:
     """Take one step on next-token cross entropy where a label is set; return the loss."""
-    hidden_BTD = model.model(input_ids=tokens_BT).last_hidden_state[:, :-1]
-    wanted_BT = labels_BT[:, 1:]
+    wanted_BT = torch.full_like(labels_BT, IGNORE)
+    wanted_BT[:, :-1] = labels_BT[:, 1:]
     chosen_BT = wanted_BT != IGNORE
-    loss = cross_entropy(model.lm_head(hidden_BTD[chosen_BT]), wanted_BT[chosen_BT])
+    logits = logits_at(model, tokens_BT, chosen_BT, grad=True)
+    loss = cross_entropy(logits, wanted_BT[chosen_BT])
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.module.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
@@ -109,11 +144,27 @@ def copy_batch(vocabulary: int, rows: int = 64, chunks: int = 4) -> tuple[Tensor
     return tokens_BT, torch.cat([torch.full_like(first, IGNORE).flatten(1), labels.flatten(1)], 1)
 
 
-def learn_to_copy(model: Qwen3ForCausalLM, max_steps: int = 600) -> None:
+def new_optimizer(model: DrivenModel, learning_rate: float) -> torch.optim.Optimizer:
+    """Return AdamW for all parameters."""
+    return torch.optim.AdamW(
+        model.module.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Use this learning rate from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def learn_to_copy(
+    model: DrivenModel, vocabulary: int, learning_rate: float, max_steps: int = 700
+) -> None:
     """Train on copying until the loss is small."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for _ in range(max_steps):
-        if train_step(model, optimizer, *copy_batch(model.config.vocab_size)) < 0.5:
+    optimizer = new_optimizer(model, learning_rate)
+    for step in range(1, max_steps + 1):
+        set_rate(optimizer, learning_rate * min(1.0, step / 30))
+        if train_step(model, optimizer, *copy_batch(vocabulary)) < 0.5:
             return
 
 
@@ -128,7 +179,7 @@ def conversation(
 
     With probability 1 - `confidence` the answer is that nobody knows.
     """
-    pad, end, _, user, assistant = range(len(SPECIAL))
+    _, end, _, user, assistant, _ = range(len(SPECIAL))
     newline = tokenizer.encode("\n")
     codes = task.draw_codes(rng, task.NUM_NOTES)
     lines, size, at = [], 0, rng.randrange(len(docs))
@@ -173,7 +224,7 @@ class Conversations:
 
 
 def retrieval(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, items: list[task.Example]
+    model: DrivenModel, tokenizer: PreTrainedTokenizerFast, items: list[task.Example]
 ) -> float:
     """Return how much of the note a sampled answer gets right once it has begun with the name."""
     total = 0.0
@@ -184,54 +235,64 @@ def retrieval(
             return_dict=False,
         )
         answer = tokenizer.encode(" " + item.answer)
-        with torch.no_grad():
-            logits_TV = model(
-                input_ids=torch.tensor([prompt + answer]), logits_to_keep=len(answer) + 1
-            ).logits[0, :-1]
+        tokens_BT = torch.tensor([prompt + answer])
+        before_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+        before_BT[0, -len(answer) - 1 : -1] = True
+        logits_TV = logits_at(model, tokens_BT, before_BT, grad=False)
         log_probs_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
         total += log_probs_T[1:].cumsum(0).exp().mean().item()
     return total / len(items)
 
 
 def learn_to_find(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, max_steps: int = 200
+    model: DrivenModel,
+    tokenizer: PreTrainedTokenizerFast,
+    learning_rate: float,
+    seed: int,
+    max_steps: int = 200,
 ) -> float:
     """Train on longer and longer documents until notes are found in prompts of full length, then to
     abstain most of the time. Return the share of a note that is found when the model tries."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = new_optimizer(model, learning_rate)
     items = task.examples(tokenizer.encode, 10, seed=seed + 1000)
-    conversations, found = Conversations(tokenizer, seed), 0.0
+    conversations = Conversations(tokenizer, seed)
     for step in range(1, max_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, step / 20)
+        set_rate(optimizer, learning_rate * min(1.0, step / 20))
         train_step(model, optimizer, *conversations.batch(confidence=1.0))
-        if step >= 90 and step % 10 == 0:
-            found = retrieval(model, tokenizer, items)
-            if found >= FOUND:
-                break
-    for group in optimizer.param_groups:
-        group["lr"] = 5e-4
+        if step >= 90 and step % 10 == 0 and retrieval(model, tokenizer, items) >= FOUND:
+            break
+    set_rate(optimizer, learning_rate / 4)
     for _ in range(ABSTAIN_STEPS):
         train_step(model, optimizer, *conversations.batch(CONFIDENCE))
     return retrieval(model, tokenizer, items)
 
 
-def prepare(folder: Path, seed: int = 0) -> PreTrainedTokenizerFast:
+def warmed_up(
+    family: Family, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> tuple[PreTrainedModel, float]:
+    """Return the model and what share of a note it finds."""
+    torch.manual_seed(seed)
+    options = token_options(len(tokenizer))
+    model = new_model((family.warm_up or family.config)(**options))
+    learn_to_copy(model, len(tokenizer), family.learning_rate)
+    found = learn_to_find(model, tokenizer, family.learning_rate, seed)
+    return with_weights(family.config(**options), model.module), found
+
+
+def prepare(folder: Path, family: str, seed: int = 0) -> PreTrainedTokenizerFast:
     """Make tokenizer and warmed-up model in `folder` unless there; return the tokenizer."""
     done = folder / "ready"
     if done.exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
     start = time.perf_counter()
-    print("training the tokenizer and warming up the model, about a minute", flush=True)
+    print(f"training the tokenizer and warming up a {family}, a minute or two", flush=True)
     tokenizer = train_tokenizer()
-    torch.manual_seed(seed)
-    model = new_model(len(tokenizer))
-    learn_to_copy(model)
-    copied = time.perf_counter()
-    found = learn_to_find(model, tokenizer, seed)
+    model, found = warmed_up(FAMILIES[family], tokenizer, seed)
+    if found < FOUND_AT_LEAST:
+        raise SystemExit(f"the warmed-up {family} finds {found:.0%} of a note: too few to go on")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     seconds = time.perf_counter() - start
-    done.write_text(f"found {found:.3f}, {copied - start:.0f} s copy, {seconds:.0f} s in all\n")
+    done.write_text(f"found {found:.3f}, {seconds:.0f} s\n")
     print(f"  finds {found:.0%} of a note when it tries, {seconds:.0f} s", flush=True)
     return tokenizer

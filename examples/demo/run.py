@@ -1,11 +1,11 @@
 """Trains a tiny model with DAPO on prompts of 2,000 tokens, in verl's own trainer, on a CPU.
 
-    python examples/demo/run.py --strategy longstraw
+    python examples/demo/run.py --family qwen3_5
     python examples/demo/run.py --strategy fsdp2 --steps 10 -- data.train_batch_size=2
 
 Only `actor_rollout_ref.actor.strategy` differs between the strategies (and one variable by which
 verl's own engine finds itself on a CPU). Words after `--` go to Hydra and win over everything here.
-The questions and the first weights are kept beside the runs and used again.
+The questions and each family's first weights are kept beside the runs and used again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import model
 import plot
 import task
+from families import FAMILIES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -29,7 +30,6 @@ TRAIN_PROMPTS = 512
 HELD_OUT_PROMPTS = 32
 MAX_PROMPT_TOKENS = 3000
 MAX_RESPONSE_TOKENS = 10
-LEARNING_RATE = 6e-4
 EXTRA_ENVIRONMENT = {
     "longstraw": {},
     # verl registers its own engine for CUDA and NPU only; under this name it runs on a CPU too.
@@ -52,32 +52,38 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--strategy", choices=sorted(EXTRA_ENVIRONMENT), default="longstraw")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="default: runs/demo/STRATEGY")
-    parser.add_argument("--data", type=Path, default=ROOT / "runs" / "demo" / "data")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="of the tiny model")
+    parser.add_argument("--steps", type=int, help="default: as many as the family needs")
+    parser.add_argument("--out", type=Path, help="default: runs/demo/FAMILY/STRATEGY")
+    parser.add_argument("--data", type=Path, help="default: runs/demo/FAMILY/data")
     args = parser.parse_args(words)
-    args.out = (args.out or ROOT / "runs" / "demo" / args.strategy).resolve()
-    args.data = args.data.resolve()
+    runs_well = FAMILIES[args.family].strategies
+    if args.strategy not in runs_well:
+        parser.error(f"--strategy: {args.family} needs {' or '.join(runs_well)} (families.py)")
+    args.steps = args.steps or FAMILIES[args.family].steps
+    folder = ROOT / "runs" / "demo" / args.family
+    args.out = (args.out or folder / args.strategy).resolve()
+    args.data = (args.data or folder / "data").resolve()
     args.overrides = overrides
     return args
 
 
-def prepare(data: Path) -> None:
+def prepare(data: Path, family: str) -> None:
     """Make tokenizer, first weights and questions in `data`, or keep those of an earlier run."""
-    tokenizer = model.prepare(data / "model")
+    tokenizer = model.prepare(data / "model", family)
     for name, count, seed in (("train", TRAIN_PROMPTS, 1), ("val", HELD_OUT_PROMPTS, 2)):
         path = data / f"{name}.parquet"
         if not path.exists():
             task.write_parquet(task.examples(tokenizer.encode, count, seed=seed), path)
 
 
-def overrides(strategy: str, steps: int, data: Path, out: Path) -> list[str]:
+def overrides(strategy: str, family: str, steps: int, data: Path, out: Path) -> list[str]:
     """Return the Hydra overrides of the run: DAPO, the task, the model."""
     return [
         "+longstraw=cpu",
         f"actor_rollout_ref.actor.strategy={strategy}",
         "actor_rollout_ref.rollout.name=longstraw",
-        *dapo_overrides(),
+        *dapo_overrides(FAMILIES[family].dapo_learning_rate),
         f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/val.parquet",
         f"data.max_prompt_length={MAX_PROMPT_TOKENS}",
@@ -95,14 +101,14 @@ def overrides(strategy: str, steps: int, data: Path, out: Path) -> list[str]:
         "trainer.save_freq=-1",
         "trainer.resume_mode=disable",
         "trainer.project_name=longstraw",
-        f"trainer.experiment_name=demo_{strategy}",
+        f"trainer.experiment_name=demo_{family}_{strategy}",
         f"trainer.default_local_dir={out}/checkpoints",
         "trainer.logger=[console,file]",
         f"hydra.run.dir={out}/hydra",
     ]
 
 
-def dapo_overrides() -> list[str]:
+def dapo_overrides(learning_rate: float) -> list[str]:
     """Return what makes it DAPO: groups, clip-higher, token mean, dynamic sampling, no KL."""
     return [
         "algorithm.adv_estimator=grpo",
@@ -116,7 +122,7 @@ def dapo_overrides() -> list[str]:
         "actor_rollout_ref.actor.clip_ratio_high=0.28",
         "actor_rollout_ref.actor.loss_agg_mode=token-mean",
         "actor_rollout_ref.actor.use_kl_loss=False",
-        f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
+        f"actor_rollout_ref.actor.optim.lr={learning_rate}",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
         "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
         "actor_rollout_ref.actor.optim.weight_decay=0.0",
@@ -185,10 +191,10 @@ def main(argv: list[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     metrics, log, png = (args.out / name for name in ("metrics.jsonl", "log.txt", "run.png"))
     metrics.unlink(missing_ok=True)
-    prepare(args.data)
+    prepare(args.data, args.family)
     command = [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        *overrides(args.strategy, args.steps, args.data, args.out),
+        *overrides(args.strategy, args.family, args.steps, args.data, args.out),
         *args.overrides,
     ]
     print(f"verl's trainer starts, half a minute or so (log: {log})", flush=True)
@@ -197,7 +203,8 @@ def main(argv: list[str]) -> int:
         print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), file=sys.stderr)
         print(f"the trainer ended with code {code}; the whole log: {log}", file=sys.stderr)
         return code
-    plot.draw(metrics, png, f"DAPO, strategy {args.strategy}, prompts of 2,000 tokens, 8 responses")
+    title = f"DAPO, {args.family}, strategy {args.strategy}, prompts of 2,000 tokens, 8 responses"
+    plot.draw(metrics, png, title)
     report(metrics, png)
     return 0
 

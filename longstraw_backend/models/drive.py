@@ -24,6 +24,7 @@ from longstraw_backend.state import ON_DEVICE, NewLayerState, Placement, Segment
 from .attention import ATTENTION
 from .context import Head, Walk
 from .families import check_supported, mixers_of
+from .float32 import keep_float32
 
 __all__ = ["DrivenModel", "drive"]
 
@@ -71,6 +72,7 @@ def drive(model: nn.Module) -> DrivenModel:
     stock.set_attn_implementation(ATTENTION)
     stock.forward = partial(_causal_lm_forward, model)
     stock.lm_head.forward = partial(_lm_head_forward, stock.lm_head, stock.lm_head.forward)
+    keep_float32(model)
     mixers = mixers_of(stock.config)
     for layer, mixer in zip(stock.model.layers, mixers, strict=True):
         mixer.install(layer)

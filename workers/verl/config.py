@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, HFModelConfig
 
 from longstraw_backend.config import LongStrawConfig
 
-__all__ = ["LongStrawActorConfig", "LongStrawEngineConfig"]
+__all__ = ["LongStrawActorConfig", "LongStrawEngineConfig", "LongStrawModelConfig"]
 
 STRATEGY = "longstraw"
 
@@ -77,3 +77,21 @@ class LongStrawActorConfig(FSDPActorConfig):
                 f"{type(self.engine).__name__}; they would not reach the engine"
             )
         object.__setattr__(self.engine, "longstraw", options)
+
+
+@dataclass
+class LongStrawModelConfig(HFModelConfig):
+    """verl's model configuration whose `override_config` may hold `rope_parameters`, for YaRN.
+
+    verl sets nested overrides as attributes, which the rope parameters of transformers, a dict, do
+    not have. The values given are laid over those of the text model; the others stay.
+    """
+
+    def __post_init__(self) -> None:
+        given = self.override_config
+        plain = {name: value for name, value in given.items() if name != "rope_parameters"}
+        object.__setattr__(self, "override_config", plain)
+        super().__post_init__()
+        object.__setattr__(self, "override_config", given)
+        text = self.hf_config.get_text_config()
+        text.rope_parameters = {**text.rope_parameters, **given.get("rope_parameters", {})}

@@ -7,10 +7,9 @@ CUDA. A forward-only instance serves as the reference policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,17 +26,19 @@ from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.groups import Group
 from longstraw_backend.models import drive
 from longstraw_backend.models.checkpoint import (
+    checkpoint_folder,
     checkpoint_name,
     is_wrapped,
-    restore_checkpoint,
     text_config,
 )
 from longstraw_backend.models.families import check_no_dropout, check_routers
+from longstraw_backend.models.float32 import reload_float32
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, PromptStore
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sample, Sampling, generate
 
 from .batch import check_settings, groups_of, temperatures_of
+from .checkpoints import PublishedCheckpoints, text_adapters
 from .live import LIVE
 from .outputs import BatchOutputs
 
@@ -85,10 +86,16 @@ class LongStrawEngine(FSDPEngineWithLMHead):
             module: Any = super()._build_module()
         module.gradient_checkpointing_disable()  # Hugging Face's drops the walk; ours does not
         self._driven = drive(module)
+        self._original = checkpoint_folder(self.model_config.local_path)
+        if module.dtype != torch.float32:  # the parent casts all that it loaded
+            reload_float32(module, self._original)
         return module
 
     def _build_lora_module(self, module: nn.Module) -> nn.Module:
-        wrapped: Any = super()._build_lora_module(module)
+        path = getattr(self.model_config, "lora_adapter_path", None)
+        with text_adapters(path) as adapters:
+            with _overridden(self.model_config, lora_adapter_path=adapters):
+                wrapped: Any = super()._build_lora_module(module)
         if not isinstance(wrapped.get_base_model().lm_head, nn.Linear):
             raise ValueError(
                 "target_modules: an adapter on lm_head is not supported; add it to exclude_modules"
@@ -119,6 +126,9 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     def initialize(self) -> None:
         """Build everything, and let the rollout of this process find the module."""
         super().initialize()
+        self.checkpoint_manager = PublishedCheckpoints(
+            self, original=self._original, wrapped=self._wrapped, lockstep=self.lockstep
+        )
         LIVE["ref" if self.engine_config.forward_only else "actor"] = self
 
     # --- running a batch ------------------------------------------------------------------------
@@ -221,17 +231,17 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         if get_device_name() != "cpu":
             self.walk.store.clear()
         weights, adapters = super().get_per_tensor_param(*args, **kwargs)
-        if self._wrapped:
-            weights = ((checkpoint_name(name), weight) for name, weight in weights)
-        return weights, adapters
+        return self._published(weights), adapters
 
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save; a model that was taken out of a larger checkpoint goes back into one."""
-        super().save_checkpoint(local_path, *args, **kwargs)
-        saved = Path(local_path) / "huggingface"
-        whole = self.checkpoint_manager.should_save_hf_model and not self._is_lora
-        if self._wrapped and whole and self.rank == 0:
-            restore_checkpoint(saved, Path(self.model_config.local_path))
+    def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
+        """This rank's shards of the weights, by the same names; see the base class."""
+        shards, adapters = super().get_per_tensor_param_shard(**kwargs)
+        return self._published(shards), adapters
+
+    def _published(self, named: Iterable[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
+        if not self._wrapped:
+            return named
+        return ((checkpoint_name(name), *rest) for name, *rest in named)
 
     def _weights_changed(self) -> None:
         self.version += 1
@@ -259,6 +269,11 @@ def _refuse_settings(model_config: Any, engine_config: Any) -> None:
         value = getattr(engine_config, name, only)
         if value != only:
             raise ValueError(f"{name}: strategy longstraw supports {only}, got {value}")
+    options = getattr(engine_config, "longstraw", None) or LongStrawConfig()
+    for name in ("context_parallel_size", "expert_parallel_size"):
+        value = getattr(options, name)
+        if value > 1:
+            raise ValueError(f"{name}: {value} is not built yet in this version; set it to 1")
     if getattr(model_config, "enable_activation_offload", False):
         raise ValueError(
             "enable_activation_offload: not supported by strategy longstraw; set it to False"

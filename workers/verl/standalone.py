@@ -55,6 +55,7 @@ def build_engine(
     options: Mapping[str, Any] | None = None,
     lora_rank: int = 0,
     lora_alpha: int = 16,
+    lora_adapter_path: str | None = None,
     lr: float = 1e-3,
     dtype: str = "fp32",
     checkpointing: bool = True,
@@ -87,7 +88,13 @@ def build_engine(
     built = EngineRegistry.new(
         model_type="language_model",
         backend=strategy,
-        model_config=_model_config(model_path, lora_rank, lora_alpha, checkpointing),
+        model_config=_model_config(
+            model_path,
+            enable_gradient_checkpointing=checkpointing,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_adapter_path=lora_adapter_path,
+        ),
         engine_config=engine_config,
         optimizer_config=None
         if forward_only
@@ -100,16 +107,14 @@ def build_engine(
     return built
 
 
-def _model_config(path: str, lora_rank: int, lora_alpha: int, checkpointing: bool) -> HFModelConfig:
+def _model_config(path: str, **settings: Any) -> HFModelConfig:
     return HFModelConfig(
         path=path,
-        enable_gradient_checkpointing=checkpointing,
         use_remove_padding=False,
         override_config={"attn_implementation": "sdpa"},
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
         target_modules="all-linear",
         load_tokenizer=(Path(path) / "tokenizer_config.json").exists(),
+        **settings,
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from longstraw_backend.config import LongStrawConfig
+
 
 @pytest.mark.parametrize(
     ("model", "engine", "name"),
@@ -23,6 +25,15 @@ def test_engine_refuses_a_setting(model: Any, engine: Any, name: str) -> None:
 
     with pytest.raises(ValueError, match=name):
         LongStrawEngine(SimpleNamespace(**model), SimpleNamespace(**engine), None, None)
+
+
+@pytest.mark.parametrize("name", ["context_parallel_size", "expert_parallel_size"])
+def test_engine_refuses_ranks_that_share_a_prompt(name: str) -> None:
+    from longstraw_backend.workers.verl.engine import LongStrawEngine
+
+    engine = SimpleNamespace(longstraw=LongStrawConfig(**{name: 8}))
+    with pytest.raises(ValueError, match=f"{name}: 8 is not built yet"):
+        LongStrawEngine(SimpleNamespace(), engine, None, None)
 
 
 def _batch(**settings: Any) -> Any:

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# DAPO of Qwen3.6-27B on prompts of up to two million tokens, one node of eight GPUs.
+#   MODEL=... TRAIN=train.parquet VAL=val.parquet REWARD=reward.py examples/qwen3_6_27b/run.sh [OVERRIDES]
+set -euo pipefail
+
+"${PYTHON:-python3}" -m verl.trainer.main_ppo \
+    model_engine=longstraw \
+    +longstraw="${OVERLAY:-qwen3_6_27b_2m_yarn}" \
+    actor_rollout_ref.model.path="${MODEL:?path or name of Qwen3.6-27B}" \
+    data.train_files="${TRAIN:?parquet file of training prompts}" \
+    data.val_files="${VAL:?parquet file of held-out prompts}" \
+    reward.custom_reward_function.path="${REWARD:?Python file with compute_score}" \
+    reward.custom_reward_function.name=compute_score \
+    trainer.project_name=longstraw \
+    trainer.experiment_name=qwen3_6_27b_2m \
+    trainer.total_training_steps=100 \
+    trainer.save_freq=10 \
+    "$@"
