@@ -31,6 +31,14 @@ class Lockstep:
         width = max(len(c) for c in gathered)
         return [max(c[i] if i < len(c) else 0 for c in gathered) for i in range(width)]
 
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over ranks."""
+        if self.group is None:
+            return list(values)
+        gathered: list[list[float]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(gathered, list(values), group=self.group)
+        return [sum(column) for column in zip(*gathered, strict=True)]
+
     @contextmanager
     def agree(self) -> Iterator[None]:
         """Run checks; if they raise on any rank, every rank raises ValueError with that message.

@@ -52,6 +52,7 @@ def all_together(rank: int) -> dict[str, Any]:
     return {
         "most": lockstep.most(COUNTS[rank]),
         "none": lockstep.most([]),
+        "sum": lockstep.summed([rank, 0.5]),
         "fine": caught(lockstep, None),
         "one": caught(lockstep, "rows: bad" if rank == last else None),
         "all": caught(lockstep, f"rank {rank}: bad"),
@@ -64,6 +65,7 @@ def agreed(world: int) -> dict[str, Any]:
     return {
         "most": [3, 5, 4],
         "none": [],
+        "sum": [sum(range(world)), 0.5 * world],
         "fine": None,
         "one": f"rows: bad (found on rank {world - 1} of the group)",
         "all": "rank 0: bad (found on rank 0 of the group)",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,21 +34,19 @@ from longstraw_backend.models.checkpoint import (
 )
 from longstraw_backend.models.families import check_no_dropout, check_routers
 from longstraw_backend.models.float32 import reload_float32
+from longstraw_backend.oracle import gradients_of
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, PromptStore
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sample, Sampling, generate
 
 from .batch import check_settings, groups_of, temperatures_of
 from .checkpoints import PublishedCheckpoints, text_adapters
+from .gradient_gap import gap_metrics, other_gradient, taken_gradients
 from .live import LIVE
 from .outputs import BatchOutputs
+from .settings import overridden, refuse_settings
 
 __all__ = ["LongStrawEngine"]
-
-_REFUSED = {
-    "ulysses_sequence_parallel_size": 1,
-    "pad_to_length": False,
-}
 
 
 @EngineRegistry.register(model_type="language_model", backend="longstraw", device=["cpu", "cuda"])
@@ -64,7 +63,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     lockstep: Lockstep
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_settings(model_config, engine_config)
+        refuse_settings(model_config, engine_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
         self.options: LongStrawConfig = (
             getattr(engine_config, "longstraw", None) or LongStrawConfig()
@@ -72,6 +71,8 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         if self.options.activation_checkpointing is None:
             checkpointing = bool(model_config.enable_gradient_checkpointing)
             self.options = replace(self.options, activation_checkpointing=checkpointing)
+        if engine_config.forward_only:  # its prompt states are never walked in reverse
+            self.options = replace(self.options, gradient="response_only")
         self.max_prompt_tokens = self.options.max_prompt_tokens
         self.version = 0
         self.meter = Meter()
@@ -82,7 +83,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> nn.Module:
         whole = self.model_config.hf_config
         self._wrapped = is_wrapped(whole)
-        with _overridden(self.model_config, hf_config=text_config(whole)):
+        with overridden(self.model_config, hf_config=text_config(whole)):
             module: Any = super()._build_module()
         module.gradient_checkpointing_disable()  # Hugging Face's drops the walk; ours does not
         self._driven = drive(module)
@@ -94,7 +95,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     def _build_lora_module(self, module: nn.Module) -> nn.Module:
         path = getattr(self.model_config, "lora_adapter_path", None)
         with text_adapters(path) as adapters:
-            with _overridden(self.model_config, lora_adapter_path=adapters):
+            with overridden(self.model_config, lora_adapter_path=adapters):
                 wrapped: Any = super()._build_lora_module(module)
         if not isinstance(wrapped.get_base_model().lm_head, nn.Linear):
             raise ValueError(
@@ -113,7 +114,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         else:
             # The parent offloads a forward-only model through pinned memory, which CPUs don't have.
             pinned = get_device_name() != "cpu" and self.engine_config.forward_only
-            with _overridden(self.engine_config, strategy="fsdp2", forward_only=pinned):
+            with overridden(self.engine_config, strategy="fsdp2", forward_only=pinned):
                 module = super()._build_fsdp_module(module)
         self.lockstep = Lockstep(None if alone else dist.group.WORLD)
         budgets = self.options.state_budget_gb, self.options.host_state_budget_gb
@@ -147,10 +148,35 @@ class LongStrawEngine(FSDPEngineWithLMHead):
             groups = groups_of(data, vocab_size, self.max_prompt_tokens)
             temperatures = temperatures_of(data)
         self._add_global_sizes(data)
+        run = partial(self._run, data, loss_function, groups, temperatures, forward_only)
+        if forward_only:
+            return run(self.walk, self.meter).result({})
+        due = self.options.report_gradient_gap_every
+        if not due or self.version % due:
+            return run(self.walk, self.meter).result(self._metrics())
+        other = taken_gradients(self.module, lambda: run(self._other_walk(), Meter()))
+        outputs = run(self.walk, self.meter)
+        gap = gap_metrics(self.options.gradient, gradients_of(self.module), other, self.lockstep)
+        return outputs.result(self._metrics() | gap)
+
+    def _other_walk(self) -> GroupWalk:
+        config = replace(self.walk.config, gradient=other_gradient(self.options.gradient))
+        return replace(self.walk, config=config)
+
+    def _run(
+        self,
+        data: TensorDict,
+        loss_function: Callable[..., Any] | None,
+        groups: list[Group],
+        temperatures: list[float],
+        forward_only: bool,
+        walk: GroupWalk,
+        meter: Meter,
+    ) -> BatchOutputs:
         outputs = BatchOutputs(data, loss_function, self.get_data_parallel_group(), forward_only)
         run = BatchRun(
-            self.walk,
-            self.meter,
+            walk,
+            meter,
             self.lockstep,
             key=self._key,
             temperature=lambda row: temperatures[row.index],
@@ -165,7 +191,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         )
         with self._autocast():
             run.run(groups)
-        return outputs.result(self._metrics() if not forward_only else {})
+        return outputs
 
     def _add_global_sizes(self, data: TensorDict) -> None:
         tokens = data["loss_mask"].values().sum().to(get_device_id())
@@ -262,41 +288,3 @@ def _compute_device() -> torch.device:
     """Where forwards run; parameters may rest on the CPU (offload) between and during calls."""
     name = get_device_name()
     return torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
-
-
-def _refuse_settings(model_config: Any, engine_config: Any) -> None:
-    for name, only in _REFUSED.items():
-        value = getattr(engine_config, name, only)
-        if value != only:
-            raise ValueError(f"{name}: strategy longstraw supports {only}, got {value}")
-    options = getattr(engine_config, "longstraw", None) or LongStrawConfig()
-    for name in ("context_parallel_size", "expert_parallel_size"):
-        value = getattr(options, name)
-        if value > 1:
-            raise ValueError(f"{name}: {value} is not built yet in this version; set it to 1")
-    if getattr(model_config, "enable_activation_offload", False):
-        raise ValueError(
-            "enable_activation_offload: not supported by strategy longstraw; set it to False"
-        )
-    if getattr(getattr(model_config, "mtp", None), "enable", False):
-        raise ValueError(
-            "mtp.enable: training the MTP layer is not supported by strategy longstraw, its "
-            "weights are kept as they are; set it to False"
-        )
-    if getattr(model_config, "use_fused_kernels", False):
-        raise ValueError(
-            "use_fused_kernels: strategy longstraw has its own log-prob head; set it to False"
-        )
-
-
-@contextmanager
-def _overridden(config: Any, **values: Any) -> Iterator[None]:
-    """Frozen configuration values that the parent class reads, replaced for a while."""
-    before = {name: getattr(config, name) for name in values}
-    for name, value in values.items():
-        object.__setattr__(config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(config, name, value)

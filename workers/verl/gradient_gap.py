@@ -6,59 +6,63 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from longstraw_backend.config import Gradient
 from longstraw_backend.oracle import gradients_of
+from longstraw_backend.parallel import Lockstep
 
-__all__ = ["gap_metrics", "taken_gradients"]
+__all__ = ["gap_metrics", "other_gradient", "taken_gradients"]
 
 Gradients = Mapping[str, Tensor]
 
 
-def taken_gradients(module: nn.Module, backward: Callable[[], object]) -> dict[str, Tensor]:
-    """Gradients by parameter name, this rank's shards; the parameters are left without.
+def other_gradient(gradient: Gradient) -> Gradient:
+    """The one that an update does not follow."""
+    return "exact" if gradient == "response_only" else "response_only"
+
+
+def taken_gradients(module: nn.Module, backward: Callable[[], object]) -> Gradients:
+    """Gradients by parameter name; the parameters are left without.
 
     Args:
         backward: leaves gradients on the parameters, which have none before.
     """
     backward()
-    gradients = {name: _local(g) for name, g in gradients_of(module).items()}
+    gradients = gradients_of(module)
     module.zero_grad(set_to_none=True)
     return gradients
 
 
 def gap_metrics(
-    responses: Gradients, exact: Gradients, group: dist.ProcessGroup | None
+    gradient: Gradient, ours: Gradients, other: Gradients, lockstep: Lockstep
 ) -> dict[str, float]:
-    """Relative L2 |responses - exact| / |exact| and cosine, over all parameters and ranks.
+    """Relative L2 |response_only - exact| / |exact| and cosine, over all parameters and ranks.
 
     Args:
-        group: the ranks that hold the shards; None for one rank.
+        gradient: which one ``ours`` is.
+        ours: whole gradients, or this rank's shards as DTensors.
+        lockstep: the ranks that hold the shards.
     """
-    sums = torch.zeros(3, dtype=torch.float64)
-    for name in responses.keys() | exact.keys():
-        present = exact.get(name, responses.get(name))
-        assert present is not None
-        zero = torch.zeros_like(present)
-        a, b = (_local(g.get(name, zero)).double() for g in (responses, exact))
-        sums += torch.stack([(a * b).sum(), (a * a).sum(), (b * b).sum()]).cpu()
-    if group is not None:
-        sums = sums.to(_device(exact))
-        dist.all_reduce(sums, group=group)
-    both, own, other = sums.tolist()
-    apart = math.sqrt(max(0.0, own - 2 * both + other))
+    exact, responses = (ours, other) if gradient == "exact" else (other, ours)
+    both, own, full = lockstep.summed(_products(responses, exact))
+    apart = math.sqrt(max(0.0, own - 2 * both + full))
     return {
-        "longstraw/exact_vs_response_only_rel_l2": apart / math.sqrt(other) if other else 0.0,
-        "longstraw/exact_vs_response_only_cosine": both / math.sqrt(own * other)
-        if own * other
-        else 0.0,
+        "longstraw/exact_vs_response_only_rel_l2": apart / math.sqrt(full) if full else 0.0,
+        "longstraw/exact_vs_response_only_cosine": both / (math.sqrt(own * full) or 1.0),
     }
 
 
+def _products(a: Gradients, b: Gradients) -> list[float]:
+    """a . b, a . a and b . b of this rank's shards."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for name in a.keys() | b.keys():
+        zero = torch.zeros_like(a[name] if name in a else b[name])
+        x, y = (_local(g.get(name, zero)).double() for g in (a, b))
+        sums += torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]).cpu()
+    return sums.tolist()
+
+
 def _local(x: Tensor) -> Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
-
-
-def _device(gradients: Gradients) -> torch.device:
-    return next(iter(gradients.values())).device
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local

@@ -63,7 +63,14 @@ def _fill_lora_b(module: torch.nn.Module) -> None:
 
 
 def _two_steps(
-    rank: int, world: int, *, path: str, strategy: str, lora: int = 0, **loss: Any
+    rank: int,
+    world: int,
+    *,
+    path: str,
+    strategy: str,
+    lora: int = 0,
+    options: dict[str, Any] | None = None,
+    **loss: Any,
 ) -> Any:
     """Log-probs, then two training steps; gradients and parameters by name."""
     from verl.workers.utils.losses import ppo_loss
@@ -71,7 +78,7 @@ def _two_steps(
 
     from longstraw_backend.workers.verl.standalone import actor_config, build_engine, ppo_batch
 
-    engine = build_engine(strategy, path, options=OPTIONS, lora_rank=lora)
+    engine = build_engine(strategy, path, options=OPTIONS | (options or {}), lora_rank=lora)
     _fill_lora_b(engine.module)
     rows = _rows()
     mine = rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]

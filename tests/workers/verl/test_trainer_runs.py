@@ -1,6 +1,7 @@
 """verl's own trainer, end to end on a CPU: it learns, reports, saves, resumes, stops in time."""
 
 import pytest
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
@@ -76,14 +77,33 @@ def test_prompt_that_verl_would_cut_ends_the_run(train, task):
     assert "data.max_prompt_length=128 must be larger than every prompt" in run.log
 
 
-def test_stock_strategy_runs_with_the_same_rollout(train):
-    """verl registers its own engines for CUDA alone; the variable lets them run here."""
-    run = train(
-        "stock",
-        ["actor_rollout_ref.actor.strategy=fsdp2", "trainer.total_training_steps=2"],
-        extra_env={"VERL_ENGINE_DEVICE": "cuda"},
+def test_exact_training_is_that_of_the_stock_strategy(train, tmp_path):
+    """Swapping backends changes nothing but cost: losses, gradient norms and weights after three
+    steps. verl registers its own engines for CUDA alone; the variable lets them run here."""
+
+    def run(name, *choice, **env):
+        shared = [
+            f"trainer.default_local_dir={tmp_path / name}",
+            "trainer.total_training_steps=3",
+            "trainer.save_freq=3",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+        ]
+        done = train(f"{name}_run", [*shared, *choice], extra_env=env)
+        assert done.returncode == 0, done.log[-4000:]
+        assert sorted(done.metrics) == [1, 2, 3]
+        saved = tmp_path / name / "global_step_3" / "actor" / "huggingface"
+        return done, load_file(saved / "model.safetensors")
+
+    stock, expected = run(
+        "stock", "actor_rollout_ref.actor.strategy=fsdp2", VERL_ENGINE_DEVICE="cuda"
     )
-    assert run.returncode == 0, run.log[-4000:]
-    assert sorted(run.metrics) == [1, 2]
+    exact, found = run(
+        "exact", "model_engine=longstraw", "actor_rollout_ref.actor.longstraw.gradient=exact"
+    )
     # One module decodes and scores: the probabilities agree to rounding.
-    assert max(run.series("training/rollout_probs_diff_max")) < 1e-5
+    assert max(stock.series("training/rollout_probs_diff_max")) < 1e-5
+    for name in COMPARED:
+        assert exact.series(name) == pytest.approx(stock.series(name), rel=1e-4, abs=1e-6), name
+    apart = sum((found[n] - w).square().sum() for n, w in expected.items())
+    assert (apart / sum(w.square().sum() for w in expected.values())).sqrt() < 1e-5
