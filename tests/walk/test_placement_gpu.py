@@ -87,7 +87,7 @@ def test_all_state_is_pinned_and_equal(family: str, dtype: torch.dtype) -> None:
     there = captured(built(family, dtype, host_state=STATE_KINDS))
     torch.cuda.synchronize()
     assert here.host_nbytes == 0 and there.host_nbytes == there.nbytes >= here.nbytes
-    for layer in range(len(here._layers)):
+    for layer in range(len(here.layers)):
         for a, b in zip(here.resident(layer), there.resident(layer), strict=True):
             for x, y in zip(a, b, strict=True):
                 assert x.is_cuda and y.is_pinned() and torch.equal(x.cpu(), y)
