@@ -6,8 +6,10 @@ reads, and the recurrent state at the boundary. With both constant,
     projection    its output for prompt tokens is detached
     delta rule    its inputs for prompt tokens are detached, hence the state at the boundary
 
-Everything else is left to the stock module, but for one thing: its rule computes in float32
-whatever the model, so a float64 model gets the definition of the rule, token by token.
+Everything else is left to the stock module, but for one thing: where its rule is less exact than
+the model, the definition of the rule runs, token by token. That is in float64, since the rule in
+torch computes in float32 always, and in float32 on CUDA, where flash-linear-attention multiplies in
+TF32 (log-probs of tiny models are off by 1e-2).
 
 Legend: B rows, S tokens, N value heads, K and V head dims, C columns.
 """
@@ -79,7 +81,7 @@ def _cut_rule(stock: Rule, boundary: int | None) -> Rule:
         query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v, g, beta = (_cut(x, boundary) for x in (query, key, value, g, beta))
-        if q.dtype == torch.float64:
+        if q.dtype == torch.float64 or (q.is_cuda and q.dtype == torch.float32):
             return _defining_rule(q, k, v, g, beta), None
         return stock(q, k, v, g=g, beta=beta, **options)
 
