@@ -90,7 +90,8 @@ def test_all_state_is_pinned_and_equal(family: str, dtype: torch.dtype) -> None:
     for layer in range(len(here.layers)):
         for a, b in zip(here.resident(layer), there.resident(layer), strict=True):
             for x, y in zip(a, b, strict=True):
-                assert x.is_cuda and y.is_pinned() and torch.equal(x.cpu(), y))
+                if x is not None:  # layers without an indexer have no index keys
+                    assert x.is_cuda and y.is_pinned() and torch.equal(x.cpu(), y)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
