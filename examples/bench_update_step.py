@@ -1,10 +1,10 @@
-"""One actor update of a shared-prompt group: longstraw against verl's own fsdp2 engine.
+"""One actor update of a shared-prompt group: longstraw, with either gradient, against verl's fsdp2.
 
     python examples/bench_update_step.py --prompt 4096 --response 64 --group 8 --json out.json
 
-Both engines are verl's real ones, built by the same code, given the same rows, each in a process of
-its own; only the strategy differs. Reported per engine: seconds of one update (forward, backward,
-optimizer step; the capture included, nothing cached from before) as the median of ``--repeat``
+The engines are verl's real ones, built by the same code, given the same rows, each in a process of
+its own; only strategy and gradient differ. Reported per engine: seconds of one update (forward,
+backward, optimizer step; the capture included, nothing cached from before) as the median of ``--repeat``
 after one warm-up, and the peak of memory above what the process held before the update.
 
 On a CPU the peak is that of the resident set, read from the kernel and reset before each update; on
@@ -25,7 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = ("longstraw", "fsdp2")
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "response_only": ("longstraw", {"gradient": "response_only"}),
+    "exact": ("longstraw", {"gradient": "exact"}),
+    "fsdp2": ("fsdp2", {}),
+}
 
 
 def _arguments() -> argparse.Namespace:
@@ -38,7 +42,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the numbers here")
-    parser.add_argument("--strategy", choices=STRATEGIES, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -113,10 +117,11 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
     from longstraw_backend.workers.verl.standalone import actor_config, build_engine, ppo_batch
 
-    address = f"file://{args.model}/rendezvous-{args.strategy}"
+    strategy, choice = ENGINES[args.engine]
+    address = f"file://{args.model}/rendezvous-{args.engine}"
     dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    options = {"progress": False, "state_budget_gb": 0.0}
-    engine = build_engine(args.strategy, args.model, options=options)
+    options = {"progress": False, "state_budget_gb": 0.0, **choice}
+    engine = build_engine(strategy, args.model, options=options)
     rows, loss = _rows(args), partial(ppo_loss, config=actor_config())
     seconds, peaks, first_loss = [], [], None
     for _ in range(args.repeat + 1):
@@ -136,13 +141,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _run(strategy: str, model: str) -> dict[str, Any]:
+def _run(engine: str, model: str) -> dict[str, Any]:
     environment = os.environ | {"VERL_ENGINE_DEVICE": "cuda"}
     import torch
 
     if not torch.cuda.is_available():
         environment["VERL_PLATFORM"] = "cpu"
-    command = [sys.executable, *sys.argv, "--strategy", strategy, "--model", model]
+    command = [sys.executable, *sys.argv, "--engine", engine, "--model", model]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
@@ -151,24 +156,23 @@ def _run(strategy: str, model: str) -> dict[str, Any]:
 def main() -> None:
     """Measure both, print the ratio."""
     args = _arguments()
-    if args.strategy:
+    if args.engine:
         print(json.dumps(_measure(args)))
         return
     with tempfile.TemporaryDirectory() as model:
         _build_model(args, model)
-        results = {strategy: _run(strategy, model) for strategy in STRATEGIES}
-    ours, stock = (results[s] for s in STRATEGIES)
-    results["ratio"] = {k: stock[k] / ours[k] for k in ("seconds", "peak_bytes")}
+        results = {engine: _run(engine, model) for engine in ENGINES}
+    stock = results["fsdp2"]
     shape = {
         k: getattr(args, k) for k in ("prompt", "response", "group", "hidden", "layers", "vocab")
     }
-    for strategy in STRATEGIES:
-        r = results[strategy]
-        print(f"{strategy:10} {r['seconds']:8.2f} s   peak {r['peak_bytes'] / 2**20:8.0f} MiB")
-    print(
-        f"fsdp2 / longstraw: time {results['ratio']['seconds']:.1f}x, "
-        f"memory {results['ratio']['peak_bytes']:.1f}x"
-    )
+    for engine, r in results.items():
+        r |= {f"fsdp2_over_{k}": stock[k] / r[k] for k in ("seconds", "peak_bytes")}
+        print(
+            f"{engine:14} {r['seconds']:8.2f} s   peak {r['peak_bytes'] / 2**20:8.0f} MiB   "
+            f"fsdp2 / it: time {r['fsdp2_over_seconds']:.1f}x, "
+            f"memory {r['fsdp2_over_peak_bytes']:.1f}x"
+        )
     if args.json:
         args.json.write_text(json.dumps({"shape": shape, **results}, indent=2) + "\n")
 

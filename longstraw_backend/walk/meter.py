@@ -26,7 +26,7 @@ class Meter:
         graph_tokens_peak: most tokens in one autograd graph.
         forward_tokens: tokens run after the capture, with a graph or without.
         backward_tokens: tokens whose graph had a backward.
-        branch_bytes: state of responses that are walked in reverse, at its peak.
+        branch_bytes: state and cotangents of a response that is walked in reverse, at their peak.
         cotangent_bytes: cotangents of a prompt's state, at their peak.
     """
 

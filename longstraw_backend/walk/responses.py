@@ -8,7 +8,7 @@ reverse. A leaf of one block is a single pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -110,14 +110,19 @@ class ResponseWalk:
             here = [*path, leaves]
             self._finish(node, here)
             self.replay(node.children, segment, here)
-            self.meter.branch_bytes = max(self.meter.branch_bytes, segment.nbytes)
+
+            def turn(tokens: int) -> AbstractContextManager[None]:
+                held = segment.nbytes + segment.cotangent_nbytes
+                self.meter.branch_bytes = max(self.meter.branch_bytes, held)
+                return self._turn(Pass.REPLAY, tokens)
+
             reverse_response(
                 self.model,
                 self._block(node),
                 leaves,
                 segment,
                 self.config.response_block,
-                lambda tokens: self._turn(Pass.REPLAY, tokens),
+                turn,
                 checkpointing=bool(self.config.activation_checkpointing),
             )
 
