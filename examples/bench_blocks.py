@@ -2,10 +2,10 @@
 
     python examples/bench_blocks.py --json out.json
 
-A Qwen3 shape on a CPU, blocks of 512 tokens. Peaks are those of tensors, weights and
-their gradients left out (see ``longstraw_backend/compare``); beside them what is known to grow: the state of
-the prompt, its cotangents, and state and cotangents of a response that is walked in reverse. What is
-left of the peak is the graph of one block, which must not grow.
+A Qwen3 shape on a CPU, blocks of 512 tokens. Peaks are those of tensors, weights and their
+gradients left out (see ``longstraw_backend/compare``); beside them what is known to grow: the state
+of the prompt, its cotangents, and state and cotangents of a response that is walked in reverse.
+What is left of the peak is the graph of one block, which must not grow.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The engines are verl's real ones, built by the same code, given the same rows, each in a process of
 its own; only strategy and gradient differ. Reported per engine: seconds of one update (forward,
-backward, optimizer step; the capture included, nothing cached from before) as the median of ``--repeat``
-after one warm-up, and the peak of memory above what the process held before the update.
+backward, optimizer step; the capture included, nothing cached from before) as the median of
+``--repeat`` after one warm-up, and the peak of memory above what the process held before it.
 
 On a CPU the peak is that of the resident set, read from the kernel and reset before each update; on
 CUDA it is the allocator's.

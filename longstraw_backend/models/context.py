@@ -50,7 +50,7 @@ class Walk:
         """
         if self.commit:
             self.segment.write(layer, *values)
-        if not self.reverse or not torch.is_grad_enabled():
+        if not (self.reverse and self.segment.tracked and torch.is_grad_enabled()):
             return out
         start = self.segment.length
         length = out.shape[1]

@@ -68,7 +68,7 @@ def _kept(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if hasattr(module, _BIAS):
             yield module, _BIAS
         if name.endswith(_INDEXER):
-            yield module, "weight"
+            yield getattr(module, "base_layer", module), "weight"  # of an adapter
 
 
 def _apply(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from longstraw_backend.compare.distances import gradient_rel_l2
 from longstraw_backend.compare.settings import DELTA_NET_GRADIENT_BAR
 from longstraw_backend.compare.sides import driven, walk_of
-from longstraw_backend.config import LongStrawConfig
+from longstraw_backend.config import Gradient, LongStrawConfig
 from longstraw_backend.groups import Group, Row
 from longstraw_backend.kernels.logprob_head import LogProbs
-from longstraw_backend.oracle import Objective, gradients_of
+from longstraw_backend.oracle import Mode, Objective, gradients_of
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sampling, generate
@@ -25,6 +26,7 @@ from tests.walk.cases import batch, model, theirs, tokens
 
 WORLD = 2
 GRADIENT_BARS = {"qwen3": 1e-9, "qwen3_5": DELTA_NET_GRADIENT_BAR}
+CASES = list(itertools.product(GRADIENT_BARS, get_args(Gradient)))
 ROWS = [(40, 6), (23, 1), (40, 1), (23, 5), (40, 0), (9, 3), (9, 2), (40, 4)]
 SHARES = {"uneven": [[0], [1, 2]], "one has none": [[], [0, 1, 2]], "all on one": [[0, 1, 2], []]}
 """Groups of each rank, by their place in the batch: 40, 23 and 9 prompt tokens."""
@@ -69,11 +71,17 @@ def _whole(one: GroupWalk) -> dict[str, torch.Tensor]:
     return {n: g.full_tensor() for n, g in gradients_of(one.model.module).items()}  # type: ignore
 
 
-def _uneven_work(rank: int, family: str) -> dict[str, Any]:
+def _uneven_work(rank: int, family: str, gradient: Gradient) -> dict[str, Any]:
     groups, objective = batch(ROWS)
     found = {}
     for name, shares in SHARES.items():
-        config = LongStrawConfig(chunk_tokens=7 + 4 * rank, page_tokens=16, progress=False)
+        config = LongStrawConfig(
+            gradient=gradient,
+            chunk_tokens=7 + 4 * rank,
+            response_block=3 + 10 * rank,
+            page_tokens=16,
+            progress=False,
+        )
         one = _walk(config, family)
         mine = [groups[i] for i in shares[rank]]
         scored = _run(one, mine, objective, grad=False)
@@ -105,7 +113,7 @@ def _decoded(rank: int) -> list[list[int]]:
 def _everything(rank: int) -> dict[str, Any]:
     return {
         "bad": _bad_input_on_one_rank(rank),
-        "work": {family: _uneven_work(rank, family) for family in GRADIENT_BARS},
+        "work": {case: _uneven_work(rank, *case) for case in CASES},
         "decoded": _decoded(rank),
     }
 
@@ -117,13 +125,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SHARES)
-@pytest.mark.parametrize("family", GRADIENT_BARS)
+@pytest.mark.parametrize(("family", "gradient"), CASES)
 def test_ranks_with_different_work_give_the_gradients_of_one(
-    results: list[dict[str, Any]], family: str, name: str
+    results: list[dict[str, Any]], family: str, gradient: Gradient, name: str
 ) -> None:
     groups, objective = batch(ROWS)
-    expected = theirs(model(family), groups, objective)
-    first, second = (result["work"][family][name] for result in results)
+    mode: Mode = "full" if gradient == "exact" else "detached"
+    expected = theirs(model(family), groups, objective, mode)
+    first, second = (result["work"][family, gradient][name] for result in results)
     rows = first["rows"] | second["rows"]
     assert rows.keys() == expected.rows.keys()
     for index, row in expected.rows.items():

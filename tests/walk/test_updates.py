@@ -11,15 +11,18 @@ from torch import nn
 
 from longstraw_backend.compare.distances import gradient_rel_l2
 from longstraw_backend.compare.inputs import add_adapters
+from longstraw_backend.config import Gradient
 from longstraw_backend.groups import Group
 from longstraw_backend.kernels.logprob_head import LogProbs
-from longstraw_backend.oracle import Objective
+from longstraw_backend.oracle import Mode, Objective
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter
 from tests.walk.cases import HYBRIDS, LATENT, batch, model, theirs, walk
 
 ROWS = [(40, 9), (23, 1), (40, 1), (23, 14)]
+MODES: dict[Gradient, Mode] = {"response_only": "detached", "exact": "full"}
+gradients = pytest.mark.parametrize("gradient", MODES)
 
 
 def _train(stock: nn.Module, step: Callable[[int], None], steps: int = 2) -> dict[str, Any]:
@@ -47,12 +50,14 @@ def _replay(
     run.run(groups)
 
 
-def _both(stock: Callable[[], nn.Module]) -> tuple[dict[str, Any], dict[str, Any], Meter]:
+def _both(
+    stock: Callable[[], nn.Module], gradient: Gradient = "response_only"
+) -> tuple[dict[str, Any], dict[str, Any], Meter]:
     groups, objective = batch(ROWS)
-    reference = stock()
-    expected = _train(reference, lambda _: void(theirs(reference, groups, objective)))
+    reference, mode = stock(), MODES[gradient]
+    expected = _train(reference, lambda _: void(theirs(reference, groups, objective, mode)))
     trained, meter = stock(), Meter()
-    one = walk(trained)
+    one = walk(trained, gradient=gradient, response_block=6, prompt_block=11)
 
     def step(version: int) -> None:
         one.store.drop_stale(version)
@@ -66,8 +71,9 @@ def void(_: object) -> None:
     """Drop a result."""
 
 
-def test_full_parameters_over_two_steps() -> None:
-    found, expected, meter = _both(model)
+@gradients
+def test_full_parameters_over_two_steps(gradient: Gradient) -> None:
+    found, expected, meter = _both(model, gradient)
     start = dict(model().named_parameters())
     moved = {n: p - start[n].detach() for n, p in found.items()}
     wanted = {n: p - start[n].detach() for n, p in expected.items()}
@@ -76,12 +82,13 @@ def test_full_parameters_over_two_steps() -> None:
     assert meter.prompt_tokens_captured == 2 * (39 + 22)
 
 
+@gradients
 @pytest.mark.parametrize("family", ["qwen3", *HYBRIDS, *LATENT])
-def test_adapters_over_two_steps(family: str) -> None:
+def test_adapters_over_two_steps(family: str, gradient: Gradient) -> None:
     def stock() -> nn.Module:
         return add_adapters(model(family), rank=4, seed=3)
 
-    found, expected, _ = _both(stock)
+    found, expected, _ = _both(stock, gradient)
     start = {n: p.detach() for n, p in stock().named_parameters() if p.requires_grad}
     assert found.keys() == expected.keys()
     assert all("lora_" in name for name in found)
