@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from longstraw_backend.tiny import tiny_model
+from longstraw_backend.tiny import options_of, tiny_model
 
-from .mla_layers import INDEX, SIZES, randomise
+from .mla_layers import randomise
 
 __all__ = ["rewrite", "save_latent", "save_wrapped", "stack_experts", "weights_of"]
 
@@ -25,14 +25,14 @@ _VISION: dict[str, Any] = dict(
     patch_size=4,
 )
 _LATENT_MOE: dict[str, Any] = dict(
-    vocab_size=311,
+    hidden_size=48,
     intermediate_size=32,
     moe_intermediate_size=16,
     n_routed_experts=8,
     num_experts_per_tok=2,
     n_group=1,
     topk_group=1,
-    tie_word_embeddings=False,
+    max_position_embeddings=1 << 16,
 )
 
 
@@ -59,8 +59,7 @@ def save_latent(family: str, folder: Path, layers: int = 3) -> None:
     The router's biases need float32, and decide which experts are chosen.
     """
     torch.manual_seed(0)
-    sizes = SIZES if family == "deepseek_v3" else SIZES | INDEX
-    config = AutoConfig.for_model(family, **(sizes | _LATENT_MOE | _depth(layers)))
+    config = AutoConfig.for_model(family, **(options_of(family) | _LATENT_MOE | _depth(layers)))
     model = AutoModelForCausalLM.from_config(config)
     randomise(model)
     for name, buffer in model.named_buffers():
