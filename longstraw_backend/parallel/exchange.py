@@ -2,8 +2,8 @@
 
 A block of T tokens is cut into ``size`` equal runs; rank r has run r (the caller pads the block).
 Each operation is its own inverse's backward: what was gathered is summed back to its owners, what
-was dealt out is collected again. Sums are made in order of rank, so every rank, and every repetition,
-gets the same bits.
+was dealt out is collected again. Sums are made in order of rank: every repetition gives the same
+bits.
 
 Legend: R ranks, T tokens of the block, T/R those of a rank.
 """
