@@ -51,6 +51,7 @@ class Family:
         dapo_learning_rate: of the run.
         steps: of the run.
         enough: the share of a note found at which the warm-up stops.
+        confidence: the share of the last warm-up steps' answers that are not "unknown".
         prompt_tokens: the least length of its prompts; the longest are about 100 tokens longer.
         strategies: of `actor_rollout_ref.actor.strategy` that compute this family rightly.
     """
@@ -61,6 +62,7 @@ class Family:
     dapo_learning_rate: float = 6e-4
     steps: int = 20
     enough: float = 0.88
+    confidence: float = 0.35
     prompt_tokens: int = 2000
     strategies: tuple[str, ...] = ("longstraw", "fsdp2")
 
@@ -107,11 +109,11 @@ def qwen3_5(**tokens: Any) -> PretrainedConfig:
 def glm_moe_dsa(**tokens: Any) -> PretrainedConfig:
     """Two layers of latent attention, one indexer for both, experts in the second.
 
-    Each token attends to 128 of the 600 to 750 before it. The loss of the run gives an indexer no
+    Each token attends to 128 of the 400 to 500 before it. The loss of the run gives an indexer no
     gradient, and one with random weights leaves out the notes; so the warm-up trains it on the
     attention of the same model without indexer (`indexer.py`), and the run leaves it as it is.
     Prompts are shorter than those of the other families because latent attention learns to look
-    up more slowly: the warm-up reads 600 tokens in about the time in which Qwen3's reads 2,000.
+    up more slowly: the warm-up reads 400 tokens in about the time in which Qwen3's reads 2,000.
     """
     return AutoConfig.for_model(
         "glm_moe_dsa",
@@ -138,8 +140,10 @@ FAMILIES = {
         glm_moe_dsa,
         warm_up=glm_without_indexer,
         learning_rate=3e-3,
-        enough=0.65,
-        prompt_tokens=600,
+        dapo_learning_rate=4e-4,
+        enough=0.75,
+        confidence=0.2,
+        prompt_tokens=400,
         strategies=("longstraw",),
     ),
 }

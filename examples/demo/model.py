@@ -49,8 +49,7 @@ CHAT_TEMPLATE = (
 COPIED = 1.0
 # The share below which there is no reward to learn from: dynamic sampling would draw for ever.
 FOUND_AT_LEAST = 0.3
-# The share of the last warm-up steps' answers that are not "unknown", and the number of such steps.
-CONFIDENCE = 0.35
+# The number of the last warm-up steps, whose answers are mostly "unknown".
 ABSTAIN_STEPS = 25
 
 
@@ -182,12 +181,13 @@ def learn_to_find(
     items: list[task.Example],
     learning_rate: float,
     enough: float,
-    max_steps: int = 200,
+    max_steps: int = 160,
 ) -> None:
     """Train on longer and longer documents until this share of a note is found in full length."""
     optimizer = new_optimizer(model, learning_rate)
+    full_length = False
     for step in range(1, max_steps + 1):
-        set_rate(optimizer, learning_rate * min(1.0, step / 20))
+        set_rate(optimizer, learning_rate * (0.5 if full_length else min(1.0, step / 20)))
         conversations.learnt(train_step(model, optimizer, *conversations.batch(confidence=1.0)))
         full_length = conversations.budget >= conversations.longest
         if full_length and step % 10 == 0:
@@ -196,12 +196,12 @@ def learn_to_find(
 
 
 def learn_to_abstain(
-    model: DrivenModel, conversations: Conversations, learning_rate: float
+    model: DrivenModel, conversations: Conversations, learning_rate: float, confidence: float
 ) -> None:
     """Train on answers most of which are "unknown"."""
     optimizer = new_optimizer(model, learning_rate)
     for _ in range(ABSTAIN_STEPS):
-        train_step(model, optimizer, *conversations.batch(CONFIDENCE))
+        train_step(model, optimizer, *conversations.batch(confidence))
 
 
 def warmed_up(
@@ -210,12 +210,12 @@ def warmed_up(
     """Return the model and what share of a note it finds when it tries."""
     torch.manual_seed(seed)
     options = token_options(len(tokenizer))
-    conversations = Conversations(tokenizer, family.prompt_tokens * 4 // 5, seed)
-    items = task.examples(tokenizer.encode, 10, min_tokens=family.prompt_tokens, seed=seed + 1000)
+    conversations = Conversations(tokenizer, min(1600, family.prompt_tokens), seed)
+    items = task.examples(tokenizer.encode, 20, min_tokens=family.prompt_tokens, seed=seed + 1000)
     warm = new_model((family.warm_up or family.config)(**options))
     learn_to_copy(warm, len(tokenizer), family.learning_rate)
     learn_to_find(warm, conversations, items, family.learning_rate, family.enough)
-    learn_to_abstain(warm, conversations, family.learning_rate / 4)
+    learn_to_abstain(warm, conversations, family.learning_rate / 4, family.confidence)
     model = with_weights(family.config(**options), warm.module)
     if family.warm_up is not None:
         train_indexer(model, warm.module, lambda: conversations.batch(1.0, rows=2))
