@@ -115,10 +115,10 @@ class _OwnersAttention(torch.autograd.Function):
         dout = dout.contiguous()
         dq, dk, dv = _back_of_block(dout, q, k, v, out, lse, ranks, ctx.how)
         if ctx.resident:
-            mine = [dout, q, out, lse[..., None]]
-            *block, lse_block = (_whole(x, ranks) for x in mine)
-            dq_block = torch.zeros(block[1].shape, dtype=lse.dtype, device=q.device)
-            back_over_pages(dq_block, *block, lse_block[..., 0], pages, ctx.page_grads, ctx.how)
+            dout_, q_, out_, lse_ = (_whole(x, ranks) for x in (dout, q, out, lse[..., None]))
+            dq_block = torch.zeros(q_.shape, dtype=lse.dtype, device=q.device)
+            how, grads = ctx.how, ctx.page_grads
+            back_over_pages(dq_block, dout_, q_, out_, lse_[..., 0], pages, grads, how)
             dq += all_to_all(_by_run(dq_block, ranks), ranks).sum(0)
         return (dq.to(q.dtype), dk, dv, *([None] * (4 + len(flat))))
 
