@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.state import Segment
 
 from .cotangents import release
@@ -31,6 +32,8 @@ class Walk:
         checkpointing: recompute each decoder layer in the backward.
         reverse: the new tokens are those of the segment's that follow: what cotangents they have
             of what they leave flow in when the backward comes to it.
+        tokens: of the block, of which this rank computes its run.
+        ranks: this rank among those that share the block.
         selections: by layer, what an indexer selected in this call, [B, T, K]: a recomputation of
             the layer takes it instead of scoring all keys again.
     """
@@ -40,7 +43,15 @@ class Walk:
     head: Head | None
     checkpointing: bool = False
     reverse: bool = False
+    tokens: int = 0
+    ranks: Ranks = Ranks()
     selections: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def real(self) -> int:
+        """Tokens of this rank's run that are no padding."""
+        own = self.ranks.own(self.tokens)
+        return int(own.stop) - int(own.start)
 
     def left(self, layer: int, out: Tensor, *values: Tensor) -> Tensor:
         """The layer's output, with ``values``, what its new tokens leave, on the way to it.
@@ -53,8 +64,7 @@ class Walk:
         if not (self.reverse and self.segment.tracked and torch.is_grad_enabled()):
             return out
         start = self.segment.length
-        length = out.shape[1]
-        cotangents = self.segment.layers[layer].cotangents_of(start, start + length)
+        cotangents = self.segment.layers[layer].cotangents_of(start, start + self.tokens)
         return release(out, cotangents, values)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.state import ON_DEVICE, NewLayerState, Placement, Segment
 
 from .attention import ATTENTION
@@ -37,11 +38,13 @@ class DrivenModel:
         module: the outermost wrapper (peft, FSDP): the one to call.
         new_states: one a decoder layer: makes the state that the layer leaves in a segment.
         device: where it computes, which need not be where its parameters rest.
+        ranks: this rank among those that share each prompt.
     """
 
     module: nn.Module
     new_states: tuple[NewLayerState, ...]
     device: torch.device
+    ranks: Ranks = Ranks()
 
     def segment(
         self,
@@ -49,10 +52,13 @@ class DrivenModel:
         page_tokens: int,
         placement: Placement = ON_DEVICE,
         cotangents: torch.dtype | None = None,
+        own: int | None = None,
     ) -> Segment:
         """An empty root segment, whose state rests where ``placement`` says; with ``cotangents`` it
-        can be walked in reverse."""
-        layers = [new(capacity, page_tokens, placement) for new in self.new_states]
+        can be walked in reverse. At most ``own`` of its tokens, by default all, are on this rank.
+        """
+        room = capacity if own is None else own
+        layers = [new(room, page_tokens, placement) for new in self.new_states]
         return Segment(layers, capacity, staging=placement.staging, cotangents=cotangents)
 
 

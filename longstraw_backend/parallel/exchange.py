@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "all_gathered", "all_to_all", "gather_tokens", "swap"]
+__all__ = ["Ranks", "all_gathered", "all_to_all", "gather_tokens", "own_run", "swap", "whole"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,16 @@ class Ranks:
         if group is None or dist.get_world_size(group) == 1:
             return cls()
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def run(self, tokens: int) -> int:
+        """Tokens of each rank's run of a block, padding included."""
+        return -(-tokens // self.size)
+
+    def own(self, tokens: int) -> slice:
+        """Which tokens of a block are this rank's; the last ranks may have fewer, or none."""
+        run = self.run(tokens)
+        start = min(self.rank * run, tokens)
+        return slice(start, min(start + run, tokens))
 
 
 def all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
@@ -85,6 +95,18 @@ class _GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         parts = torch.stack(dx.chunk(ctx.ranks.size, ctx.dim))
         return all_to_all(parts, ctx.ranks).sum(0), None, None
+
+
+def whole(x: Tensor, tokens: int, ranks: Ranks) -> Tensor:
+    """All ranks' runs [T/R, ...] as the block [tokens, ...], without padding. Without gradient."""
+    return all_gathered(x, ranks).flatten(0, 1)[:tokens]
+
+
+def own_run(x: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's run of a block [..., tokens], filled up with zeros."""
+    run = ranks.run(x.shape[-1])
+    filled = torch.nn.functional.pad(x, (0, run * ranks.size - x.shape[-1]))
+    return filled[..., ranks.rank * run : (ranks.rank + 1) * run]
 
 
 def all_gathered(x: Tensor, ranks: Ranks) -> Tensor:

@@ -39,8 +39,9 @@ class LayerState(ABC):
         """Take what a block leaves that begins after the segment's first ``start`` tokens."""
 
     @abstractmethod
-    def commit(self, length: int) -> None:
-        """The segment's first ``length`` tokens, all of them written, are now visible."""
+    def commit(self, length: int, own: int) -> None:
+        """The segment's first ``length`` tokens are now visible, all of them written: ``own`` on
+        this rank, the others on ranks that share the prompt."""
 
     @abstractmethod
     def visible(self, length: int) -> list[Any]:

@@ -40,12 +40,14 @@ class TokenPages(LayerState):
         self.on_host = self.kind in placement.host
         self._pages: list[tuple[Tensor, ...]] = []
         self._cotangents: dict[int, tuple[Tensor, ...]] = {}
+        self._own: dict[int, int] = {0: 0}
 
     def write(self, start: int, *values: Tensor) -> None:
         """Write tokens at [start, start + T). Writing the same place again is allowed: only the
         segment's length makes tokens visible. Nothing waits for the device: before the CPU reads
         pages in its memory, the device must be waited for."""
         tokens = values[0].shape[2]
+        start = self._here(start)
         stop = start + tokens
         assert stop <= self.capacity, f"segment of {self.capacity} tokens can't hold {stop}"
         while len(self._pages) * self.page_tokens < stop:
@@ -65,18 +67,23 @@ class TokenPages(LayerState):
             room_for((*x.shape[:2], size, x.shape[3]), like=x, host=self.on_host) for x in values
         )
 
-    def commit(self, length: int) -> None:
-        """Nothing to do: pages are cut to the segment's length when they are read."""
+    def commit(self, length: int, own: int) -> None:
+        """Remember how many of the tokens are here; pages are cut to that when they are read."""
+        self._own[length] = self._own[max(self._own)] + own
+
+    def _here(self, length: int) -> int:
+        """How many of the first ``length`` tokens this rank has."""
+        return self._own.get(length, length)
 
     def visible(self, length: int) -> list[Any]:
         """The pages' first ``length`` tokens, as views."""
         return [
             self.piece(*(x[:, :, :count] for x in self._pages[index]))
-            for index, _, count in self._parts(0, length)
+            for index, _, count in self._parts(0, self._here(length))
         ]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Pages of tokens [start, stop): number, first token within, count."""
+        """Pages of this rank's tokens [start, stop): number, first token within, count."""
         while start < stop:
             index, offset = divmod(start, self.page_tokens)
             count = min(stop - start, self._pages[index][0].shape[2] - offset)
@@ -89,14 +96,14 @@ class TokenPages(LayerState):
             None
             if self.cotangent_dtype is None
             else self.piece(*(x[:, :, :count] for x in self._cotangents_of_page(index)))
-            for index, _, count in self._parts(0, length)
+            for index, _, count in self._parts(0, self._here(length))
         ]
 
     def cotangents_of(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """[B, K, T, H] each, put together from all pages they lie in."""
         parts = [
             [x[:, :, offset : offset + count] for x in self._cotangents_of_page(index)]
-            for index, offset, count in self._parts(start, stop)
+            for index, offset, count in self._parts(self._here(start), self._here(stop))
         ]
         return tuple(torch.cat(field, dim=2) for field in zip(*parts, strict=True))
 
@@ -109,7 +116,8 @@ class TokenPages(LayerState):
 
     def drop_cotangents(self, start: int = 0) -> None:
         """Pages of which any token lies before ``start`` stay."""
-        for index in [i for i in self._cotangents if i * self.page_tokens >= start]:
+        first = self._here(start)
+        for index in [i for i in self._cotangents if i * self.page_tokens >= first]:
             del self._cotangents[index]
 
     def empty(self, capacity: int) -> TokenPages:

@@ -51,8 +51,9 @@ class RecurrentState(LayerState):
         """Keep what a block leaves: ``conv`` and ``recurrent``, which it must not change later."""
         self._written = Recurrent(*(_on_host(x) if self.on_host else x for x in values))
 
-    def commit(self, length: int) -> None:
+    def commit(self, length: int, own: int) -> None:
         """What was written last is the state after ``length`` tokens."""
+        del own  # the state is one, whatever the number of ranks
         assert self._written is not None, "a segment commits what every layer has written"
         earlier = self._after if self.cotangent_dtype is not None else {}
         self._after, self._written = earlier | {length: self._written}, None

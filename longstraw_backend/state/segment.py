@@ -103,12 +103,13 @@ class Segment:
         self._check_free()
         self.layers[layer].write(self.length, *values)
 
-    def commit(self, tokens: int) -> None:
-        """Make ``tokens`` written tokens of every layer visible."""
+    def commit(self, tokens: int, own: int | None = None) -> None:
+        """Make ``tokens`` written tokens of every layer visible; ``own`` of them, all by default,
+        are on this rank."""
         self._check_free()
         assert self.length + tokens <= self.capacity, f"segment holds {self.capacity} tokens"
         for layer in self.layers:
-            layer.commit(self.length + tokens)
+            layer.commit(self.length + tokens, tokens if own is None else own)
         self.length += tokens
 
     def _check_free(self) -> None:
@@ -128,8 +129,12 @@ class Segment:
             self._holds -= 1
 
     @contextmanager
-    def branch(self, capacity: int, cotangents: torch.dtype | None = None) -> Iterator[Segment]:
-        """A segment on top of this one; popped, with its state, at the end of the block."""
-        layers = [layer.empty(capacity) for layer in self.layers]
+    def branch(
+        self, capacity: int, cotangents: torch.dtype | None = None, own: int | None = None
+    ) -> Iterator[Segment]:
+        """A segment on top of this one; popped, with its state, at the end of the block. Of its
+        ``capacity`` tokens at most ``own``, by default all, are on this rank."""
+        room = capacity if own is None else own
+        layers = [layer.empty(room) for layer in self.layers]
         with self.hold():
             yield Segment(layers, capacity, parent=self, cotangents=cotangents)

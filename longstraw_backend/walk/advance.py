@@ -10,11 +10,12 @@ from torch import Tensor
 
 from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.models import DrivenModel, Head, Walk
+from longstraw_backend.parallel.exchange import Ranks, own_run
 from longstraw_backend.state import Segment
 
 from .heads import log_probs_head
 
-__all__ = ["Block", "advance", "predict", "spans"]
+__all__ = ["Block", "advance", "own_tokens", "predict", "spans"]
 
 
 def advance(
@@ -45,18 +46,20 @@ def advance(
             block of a prompt, which returns the hidden states for the backward to begin at.
 
     Returns:
-        The head's tensors; with ``grad`` they carry the graph of this block alone. The backward
-        adds cotangents to tracked segments below.
+        The head's tensors, of this rank's run of the block; with ``grad`` they carry the graph of
+        this run alone. The backward adds cotangents to tracked segments below.
     """
-    rows, length = tokens_BT.shape
-    positions = torch.arange(segment.stop, segment.stop + length, device=tokens_BT.device)
-    walk = Walk(segment, commit, head, checkpointing, reverse)
+    ranks, length = model.ranks, tokens_BT.shape[1]
+    mine = own_run(tokens_BT, ranks)
+    first = segment.stop + ranks.rank * mine.shape[1]
+    positions = torch.arange(first, first + mine.shape[1], device=mine.device)
+    walk = Walk(segment, commit, head, checkpointing, reverse, length, ranks)
     with torch.set_grad_enabled(grad):
         out: tuple[Tensor, ...] = model.module(
-            input_ids=tokens_BT, position_ids=positions.expand(rows, length), longstraw=walk
+            input_ids=mine, position_ids=positions.expand(mine.shape), longstraw=walk
         )
     if commit:
-        segment.commit(length)
+        segment.commit(length, walk.real)
     return out
 
 
@@ -93,9 +96,9 @@ def predict(
     reverse: bool = False,
     checkpointing: bool = False,
 ) -> LogProbs:
-    """:func:`advance` by a block with the log-prob head; [T] each."""
+    """:func:`advance` by a block with the log-prob head; [T / R] each, of this rank's run."""
     head = log_probs_head(
-        block.targets.to(model.device),
+        own_run(block.targets, model.ranks).to(model.device),
         block.temperature,
         entropy=block.entropy,
         chunk_tokens=block.head_chunk_tokens,
@@ -111,6 +114,12 @@ def predict(
         checkpointing=checkpointing,
     )
     return LogProbs(*out)
+
+
+def own_tokens(length: int, block: int, ranks: Ranks) -> int:
+    """How many of so many tokens, walked in such blocks, this rank computes and keeps."""
+    owned = (ranks.own(part.stop - part.start) for part in spans(length, block))
+    return sum(own.stop - own.start for own in owned)
 
 
 def spans(length: int, block: int) -> Iterator[slice]:

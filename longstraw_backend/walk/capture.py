@@ -17,7 +17,7 @@ from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.models import DrivenModel
 from longstraw_backend.state import PromptKey, PromptStore, Segment
 
-from .advance import advance
+from .advance import advance, own_tokens
 from .meter import Meter
 
 __all__ = ["GroupWalk", "capture_prompt", "num_chunks"]
@@ -39,7 +39,8 @@ def capture_prompt(
     """
     boundary = prompt.numel() - 1
     cotangents = getattr(torch, config.cotangent_dtype) if config.gradient == "exact" else None
-    segment = model.segment(boundary, config.page_tokens, config.placement, cotangents)
+    room = own_tokens(boundary, config.capture_tokens, model.ranks)
+    segment = model.segment(boundary, config.page_tokens, config.placement, cotangents, room)
     tokens = prompt[:boundary].to(model.device)
     with tqdm(
         total=boundary, unit="tok", unit_scale=True, desc="capture", disable=quiet, delay=5

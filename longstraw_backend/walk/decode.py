@@ -12,6 +12,7 @@ from longstraw_backend.groups import Group, prompt_digest
 from longstraw_backend.kernels.sampling import sample_tokens
 from longstraw_backend.models import DrivenModel
 from longstraw_backend.parallel import Lockstep
+from longstraw_backend.parallel.exchange import all_gathered
 from longstraw_backend.state import PromptKey, Segment
 
 from .advance import advance
@@ -104,6 +105,7 @@ def decode(
     with segment.branch(max(s.max_new_tokens for s in samplings)) as branch:
         while not all(s.stop_reason for s in samples):
             (logits,) = advance(model, tokens[:, None], branch, head=last_logits)
+            logits = all_gathered(logits, model.ranks)[0]  # a single token is the first rank's
             tokens, log_probs = sample_tokens(logits, samplings, generator)
             tokens = lockstep.same_tokens(tokens.contiguous())
             add_tokens(samples, tokens, log_probs, samplings)

@@ -20,10 +20,10 @@ from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.models import DrivenModel
 from longstraw_backend.state import Segment
 
-from .advance import Block, predict, spans
+from .advance import Block, own_tokens, predict, spans
 from .meter import Meter
 from .pace import Pace, Pass
-from .reverse import backward_of, recorded, reverse_prompt, reverse_response
+from .reverse import backward_of, recorded, reverse_prompt, reverse_response, seen
 from .tree import Node
 
 __all__ = ["ResponseWalk", "passes_of"]
@@ -77,9 +77,10 @@ class ResponseWalk:
             if not self._is_inner(node):
                 with self._turn(Pass.SCORE, node.inputs.numel()):
                     out = predict(self.model, self._block(node), below)
-                self._finish(node, [*path, out])
+                values = seen(out, node.inputs.numel(), self.model.ranks)
+                self._finish(node, [*path, values])
                 continue
-            with below.branch(node.inputs.numel()) as segment:
+            with self._branch(node, below) as segment:
                 here = [*path, self._forward(node, segment)]
                 self._finish(node, here)
                 self.score(node.children, segment, here)
@@ -99,13 +100,13 @@ class ResponseWalk:
             out = predict(
                 self.model, self._block(node), below, grad=True, checkpointing=checkpointing
             )
-            leaves = recorded(out)
+            leaves = recorded(seen(out, node.inputs.numel(), self.model.ranks))
             self._finish(node, [*path, leaves])
-            backward_of(out, leaves)
+            backward_of(out, leaves, self.model.ranks)
 
     def _replay_inner(self, node: Node, below: Segment, path: Sequence[LogProbs]) -> None:
         dtype = getattr(torch, self.config.cotangent_dtype)
-        with below.branch(node.inputs.numel(), cotangents=dtype) as segment:
+        with self._branch(node, below, dtype) as segment:
             leaves = recorded(self._forward(node, segment))
             here = [*path, leaves]
             self._finish(node, here)
@@ -138,6 +139,13 @@ class ResponseWalk:
             checkpointing=bool(self.config.activation_checkpointing),
         )
 
+    def _branch(
+        self, node: Node, below: Segment, cotangents: torch.dtype | None = None
+    ) -> AbstractContextManager[Segment]:
+        tokens = node.inputs.numel()
+        room = own_tokens(tokens, self.config.response_block, self.model.ranks)
+        return below.branch(tokens, cotangents, room)
+
     def _is_inner(self, node: Node) -> bool:
         return bool(node.children) or node.inputs.numel() > self.config.response_block
 
@@ -155,7 +163,8 @@ class ResponseWalk:
         block, parts = self._block(node), []
         for part in spans(node.inputs.numel(), self.config.response_block):
             with self._turn(Pass.SCORE, part.stop - part.start):
-                parts.append(predict(self.model, block[part], segment, commit=True))
+                out = predict(self.model, block[part], segment, commit=True)
+                parts.append(seen(out, part.stop - part.start, self.model.ranks))
         return _joined(parts)
 
     def _finish(self, node: Node, path: Sequence[LogProbs]) -> None:

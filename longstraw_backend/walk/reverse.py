@@ -20,30 +20,37 @@ from torch import Tensor
 
 from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.models import DrivenModel
+from longstraw_backend.parallel.exchange import Ranks, own_run, whole
 from longstraw_backend.state import Segment
 
 from .advance import Block, advance, predict, spans
 
-__all__ = ["backward_of", "recorded", "reverse_prompt", "reverse_response"]
+__all__ = ["backward_of", "recorded", "reverse_prompt", "reverse_response", "seen"]
 
 Turn = Callable[[int], AbstractContextManager[None]]
 """Context of the pass of so many tokens."""
 
 
-def recorded(out: LogProbs) -> LogProbs:
+def seen(out: LogProbs, tokens: int, ranks: Ranks) -> LogProbs:
+    """The values of a whole block, [tokens] each, on every rank that shares it; without graph."""
+    return LogProbs(*(whole(x.detach(), tokens, ranks) for x in out))
+
+
+def recorded(values: LogProbs) -> LogProbs:
     """The values as leaves of a graph: what a loss makes of them is then in their ``grad``."""
-    return LogProbs(*(x.detach().requires_grad_() for x in out))
+    return LogProbs(*(x.detach().requires_grad_() for x in values))
 
 
-def backward_of(out: LogProbs, leaves: LogProbs, part: slice = slice(None)) -> None:
-    """Run the backward of ``out`` from what a loss has left on these tokens of ``leaves``.
+def backward_of(out: LogProbs, leaves: LogProbs, ranks: Ranks, part: slice = slice(None)) -> None:
+    """Run the backward of ``out``, a run of a block, from what a loss has left on the block's
+    tokens of ``leaves``.
 
     A loss that does not depend on them still has its backward, of zeros: other ranks, and the
     cotangents of later tokens, come through it.
     """
     roots = [(x, leaf) for x, leaf in zip(out, leaves, strict=True) if x.requires_grad]
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in roots]
-    torch.autograd.backward([x for x, _ in roots], [g[part] for g in grads])
+    torch.autograd.backward([x for x, _ in roots], [own_run(g[part], ranks) for g in grads])
 
 
 def reverse_response(
@@ -69,7 +76,7 @@ def reverse_response(
             out = predict(
                 model, block[part], view, grad=True, reverse=True, checkpointing=checkpointing
             )
-            backward_of(out, leaves, part)
+            backward_of(out, leaves, model.ranks, part)
         segment.drop_cotangents(part.start)
 
 

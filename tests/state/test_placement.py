@@ -71,7 +71,7 @@ def test_what_is_seen_does_not_depend_on_the_place() -> None:
 def test_a_recurrent_state_on_the_host_is_a_copy() -> None:
     state, conv = RecurrentState(placement=Placement(frozenset({"recurrent"}))), torch.ones(1, 1, 3)
     state.write(0, conv, torch.ones(1, 1, 2, 2))
-    state.commit(1)
+    state.commit(1, 1)
     conv.zero_()
     assert state.visible(1)[0].conv.all()
 

@@ -124,5 +124,5 @@ def test_writes_to_pinned_pages_do_not_wait_and_are_whole() -> None:
 def test_pinned_memory_counts_in_powers_of_two() -> None:
     state = RecurrentState(placement=Placement(frozenset({"recurrent"})))
     state.write(0, *(torch.ones(1, 3, 100, device="cuda") for _ in range(2)))
-    state.commit(1)
+    state.commit(1, 1)
     assert state.nbytes == 2 * 2048 and bytes_of(state.visible(1)[0].conv) == 2048

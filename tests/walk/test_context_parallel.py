@@ -1,0 +1,103 @@
+"""Ranks that share prompts: one rank's numbers, a share of its state each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longstraw_backend.compare.distances import bitwise_equal, gradient_rel_l2
+from longstraw_backend.compare.sides import replay_batch, score_batch
+from longstraw_backend.config import Gradient
+from longstraw_backend.kernels.logprob_head import LogProbs
+from longstraw_backend.oracle import Outcome
+from longstraw_backend.parallel import Lockstep
+from longstraw_backend.parallel.exchange import Ranks
+from longstraw_backend.state import PromptKey
+from longstraw_backend.walk import GroupWalk, Meter, Sampling, generate
+from tests.ranks import run_ranks
+from tests.walk.cases import batch, check, model, ours, tokens, walk
+from tests.walk.test_parity import MIXED
+
+FAMILIES = ("llama", "qwen3_moe")
+GRADIENTS: tuple[Gradient, ...] = ("response_only", "exact")
+BLOCKS: dict[str, Any] = {"response_block": 5, "prompt_block": 7, "chunk_tokens": 7}
+
+
+def _shared(family: str, **options: Any) -> GroupWalk:
+    one = walk(model(family), **(BLOCKS | options))
+    return replace(one, model=replace(one.model, ranks=Ranks.of(dist.group.WORLD)))
+
+
+def _summed(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for name in sorted(gradients):
+        dist.all_reduce(gradients[name])
+    return gradients
+
+
+def _replayed(family: str, gradient: Gradient) -> tuple[Outcome, bool, int]:
+    one = _shared(family, gradient=gradient)
+    groups, objective = batch(MIXED)
+    scored = score_batch(one, groups, objective)
+    found = replay_batch(one, groups, objective)
+    summed = Outcome(found.loss, found.rows, _summed(found.gradients))
+    return summed, bitwise_equal(scored, found.rows), one.store.nbytes
+
+
+def _decoded(family: str) -> list[int]:
+    one, key = _shared(family), PromptKey(b"", 0)
+    sampling = Sampling(max_new_tokens=8, temperature=0)
+    lockstep = Lockstep(dist.group.WORLD)
+    (sample,) = generate(one, tokens(37, 5), lambda _: key, [sampling], 0, Meter(), lockstep)
+    return sample.token_ids
+
+
+def _everything(rank: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {f: _decoded(f) for f in FAMILIES}
+    for family in FAMILIES:
+        for gradient in GRADIENTS:
+            outcome, bitwise, nbytes = _replayed(family, gradient)
+            rows = {i: tuple(r) for i, r in outcome.rows.items()}
+            found[family, gradient] = outcome.loss, rows, outcome.gradients, bitwise, nbytes
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def results(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return run_ranks(_everything, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_are_those_of_one_rank(
+    results: list[dict[Any, Any]], family: str, gradient: Gradient
+) -> None:
+    expected = ours(model(family), *batch(MIXED), gradient=gradient, **BLOCKS)
+    for result in results:
+        loss, rows, gradients, bitwise, _ = result[family, gradient]
+        found = Outcome(loss, {i: LogProbs(*r) for i, r in rows.items()}, gradients)
+        check(found, expected)
+        assert gradient_rel_l2(gradients, expected.gradients) <= 1e-10
+        assert bitwise
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_is_shared_out(results: list[dict[Any, Any]], family: str) -> None:
+    one = walk(model(family), **BLOCKS)
+    score_batch(one, *batch(MIXED))
+    held = [result[family, "response_only"][4] for result in results]
+    assert sum(held) == one.store.nbytes
+    per_token = one.store.nbytes / (39 + 22)
+    blocks = 6 + 4
+    assert max(held) - min(held) <= blocks * per_token * 2  # a token a block and its rounding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_is_that_of_one_rank(results: list[dict[Any, Any]], family: str) -> None:
+    one, key = walk(model(family), **BLOCKS), PromptKey(b"", 0)
+    sampling = Sampling(max_new_tokens=8, temperature=0)
+    (sample,) = generate(one, tokens(37, 5), lambda _: key, [sampling], 0, Meter(), Lockstep())
+    assert all(result[family] == sample.token_ids for result in results)
