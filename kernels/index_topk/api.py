@@ -95,7 +95,7 @@ def index_candidates(
                 if keys.start < block.stop:
                     best[i] = _with_keys(best[i], block, keys, k, scale)
     width = max(b.scores.shape[1] for b in best)
-    padded = [_pad(b, width) for b in best]
+    padded = [b.padded(width) for b in best]
     return Candidates(*(torch.cat(parts) for parts in zip(*padded, strict=True)))
 
 
@@ -140,13 +140,6 @@ def _with_keys(
         torch.cat([best.positions, positions.expand_as(scores)], dim=1),
     )
     return keep_best(both, k)
-
-
-def _pad(candidates: Candidates, width: int) -> Candidates:
-    scores, positions = candidates
-    missing = (0, width - scores.shape[1])
-    pad = torch.nn.functional.pad
-    return Candidates(pad(scores, missing, value=float("-inf")), pad(positions, missing, value=-1))
 
 
 def _check(q: Tensor, weights: Tensor, keys: Tensor, k: int) -> None:
