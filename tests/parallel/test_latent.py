@@ -35,7 +35,8 @@ class Case(NamedTuple):
         k: tokens to select.
         ties: index keys and queries of small integers: most scores have equals, exactly.
         only: all selected tokens are this rank's.
-        pads: tokens at the end that select nothing.
+        blank: a token that selects nothing.
+        pads: tokens at the end that are padding.
     """
 
     blocks: int = 3
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     k: int = 8
     ties: bool = False
     only: int | None = None
+    blank: int | None = None
     pads: int = 0
 
     def pages(self, world: int) -> list[tuple[int, int]]:
@@ -61,7 +63,9 @@ CASES = {
     "ties, one rank has all that is resident": Case(ties=True, owner=1),
     "ties, more than a rank holds": Case(ties=True, k=40),
     "all selected are of one rank": Case(only=1),
-    "queries without a token": Case(pads=2),
+    "a query without tokens": Case(blank=7),
+    "padding": Case(pads=2),
+    "ranks with padding only": Case(pads=8),
 }
 
 
@@ -82,6 +86,10 @@ class Inputs(NamedTuple):
     def start(self) -> int:
         return self.latents.shape[0] - self.q.shape[0]
 
+    def without(self, pads: int) -> Inputs:
+        """The last new tokens."""
+        return Inputs(*(x[: x.shape[0] - pads] for x in self))
+
 
 def make(case: Case, world: int, dtype: torch.dtype) -> Inputs:
     g = torch.Generator().manual_seed(case.blocks + case.k)
@@ -95,12 +103,16 @@ def make(case: Case, world: int, dtype: torch.dtype) -> Inputs:
     )
     q, dout, dlse, latents = (draw(s).to(dtype) for s in shapes)
     selection = torch.full((new, case.k), -1, dtype=torch.int32)
-    for s in range(new - case.pads):
+    for s in range(new):
         seen = torch.arange(everything - new + s + 1)
         if case.only is not None:
             seen = seen[seen // RUN % world == case.only]
         picked = seen[torch.randperm(len(seen), generator=g)[: case.k]].sort().values
         selection[s, : len(picked)] = picked
+    if case.blank is not None:
+        selection[case.blank] = -1
+    for cotangent in (dout, dlse):
+        cotangent[new - case.pads :] = 0.0
     return Inputs(index_q, weights, q, dout, dlse, keys, latents, selection)
 
 
@@ -117,7 +129,7 @@ class Result(NamedTuple):
 
 
 def on_one_rank(case: Case, world: int, dtype: torch.dtype) -> Result:
-    x = make(case, world, dtype)
+    x = make(case, world, dtype).without(case.pads)
     return run(x, slice(None), [(0, x.start)], index_topk, sparse_mla, case.k)
 
 
@@ -190,6 +202,9 @@ def test_ranks_select_and_attend_as_one(
     one, parts = on_one_rank(CASES[name], world, dtype), [r[name, dtype] for r in results]
     together = [torch.cat(x) for x in zip(*(p[:-1] for p in parts), strict=True)]
     dpages = torch.stack([p.dpages for p in parts]).sum(0)
+    real = one.out.shape[0]
+    assert not any(gradient[real:].any() for gradient in together[3:])
+    together = [x[:real] for x in together]
     assert torch.equal(together[0], one.selection)
     bar = 1e-10 if dtype == torch.float64 else 1e-5
     for a, b in zip([*together[1:], dpages], one[1:], strict=True):
