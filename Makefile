@@ -38,9 +38,9 @@ help: ## list the targets
 demo: $(STAMP) ## train a tiny model on the CPU: make demo FAMILY=qwen3_5 STRATEGY=longstraw
 	@$(BIN)/python examples/demo/run.py --family $(FAMILY) --strategy $(STRATEGY) $(ARGS)
 
-test: lint ## lint, then all tests: the fast ones in parallel, the slow ones one at a time
+test: lint ## lint, then all tests, the trainer runs last
 	@$(TEST_ENV) $(BIN)/python -m pytest --no-header -n $(WORKERS) -m "not slow"
-	@if grep -rqF mark.slow tests; then $(TEST_ENV) $(BIN)/python -m pytest --no-header -m slow; fi
+	@if grep -rqF mark.slow tests; then $(TEST_ENV) $(BIN)/python -m pytest --no-header -n $(WORKERS) -m slow; fi
 
 test-transformers: $(TF_STAMP) ## the core's tests on another transformers: make test-transformers TRANSFORMERS=VERSION
 	@$(TEST_ENV) $(TF_BIN)/python -m pytest --no-header -n $(WORKERS) $(CORE_TESTS)

@@ -1,11 +1,12 @@
 """The demo's tokenizer and model: a tiny model that can find notes and mostly says "unknown".
 
-Nothing is downloaded. The weights are warmed up by ordinary supervised training, in three parts:
+Nothing is downloaded. The weights are warmed up by ordinary supervised training, in these parts:
 
     copy      random tokens, then the same in chunks of another order: the model learns to look a
               token up and to go on with what followed it
     find      questions of the demo's kind in longer and longer documents
     abstain   a few steps in which most answers are "unknown"
+    select    where there is an indexer: to score high what was attended to so far (`indexer.py`)
 
 So the model can read a long document, but tries only now and then, which keeps its reward low. That
 trying pays is left to DAPO.
@@ -16,7 +17,6 @@ and its gradient that of ordinary training.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,9 @@ from typing import Any
 
 import task
 import torch
+from curriculum import IGNORE, SPECIAL, Conversations, copy_batch
 from families import FAMILIES, Family
+from indexer import train_indexer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -39,21 +41,16 @@ from longstraw_backend.models import DrivenModel, drive
 from longstraw_backend.walk.advance import advance
 
 VOCABULARY = 1024
-# verl looks for <|im_end|> in a tokenizer for Qwen models, for <|observation|> in one for GLM.
-SPECIAL = ["<|pad|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-IGNORE = -100
-# The share of a note found at which the lengthening stops.
-FOUND = 0.88
+# The loss at which copying is learnt well enough.
+COPIED = 1.0
 # The share below which there is no reward to learn from: dynamic sampling would draw for ever.
 FOUND_AT_LEAST = 0.3
-# The share of the last warm-up steps' answers that are not "unknown", and the number of such steps.
-CONFIDENCE = 0.35
+# The number of the last warm-up steps, whose answers are mostly "unknown".
 ABSTAIN_STEPS = 25
-CHUNK = 4
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
@@ -133,17 +130,6 @@ def train_step(
     return loss.item()
 
 
-def copy_batch(vocabulary: int, rows: int = 64, chunks: int = 4) -> tuple[Tensor, Tensor]:
-    """Return random tokens, then their chunks in another order; labels inside the second chunks."""
-    first = torch.rand(rows, vocabulary).argsort(-1)[:, : chunks * CHUNK].view(rows, chunks, CHUNK)
-    order = torch.rand(rows, chunks).argsort(-1)[:, :, None].expand(-1, -1, CHUNK)
-    second = first.gather(1, order)
-    labels = second.clone()
-    labels[:, :, 0] = IGNORE
-    tokens_BT = torch.cat([first.flatten(1), second.flatten(1)], dim=1)
-    return tokens_BT, torch.cat([torch.full_like(first, IGNORE).flatten(1), labels.flatten(1)], 1)
-
-
 def new_optimizer(model: DrivenModel, learning_rate: float) -> torch.optim.Optimizer:
     """Return AdamW for all parameters."""
     return torch.optim.AdamW(
@@ -164,63 +150,8 @@ def learn_to_copy(
     optimizer = new_optimizer(model, learning_rate)
     for step in range(1, max_steps + 1):
         set_rate(optimizer, learning_rate * min(1.0, step / 30))
-        if train_step(model, optimizer, *copy_batch(vocabulary)) < 0.5:
+        if train_step(model, optimizer, *copy_batch(vocabulary)) < COPIED:
             return
-
-
-def conversation(
-    rng: random.Random,
-    tokenizer: PreTrainedTokenizerFast,
-    docs: list[list[int]],
-    budget: int,
-    confidence: float,
-) -> tuple[list[int], list[int]]:
-    """Return tokens and labels of one document, then a question and answer for each note.
-
-    With probability 1 - `confidence` the answer is that nobody knows.
-    """
-    _, end, _, user, assistant, _ = range(len(SPECIAL))
-    newline = tokenizer.encode("\n")
-    codes = task.draw_codes(rng, task.NUM_NOTES)
-    lines, size, at = [], 0, rng.randrange(len(docs))
-    while size < budget:
-        lines.append(docs[at % len(docs)])
-        size, at = size + len(lines[-1]), at + 1
-    for name, code in codes.items():
-        lines.insert(rng.randint(0, len(lines)), tokenizer.encode(task.note(name, code)))
-    tokens = [user, *(token for line in lines for token in [*line, *newline])]
-    labels = [IGNORE] * len(tokens)
-    for turn, name in enumerate(rng.sample(list(codes), len(codes))):
-        asked = [user] * (turn > 0) + [*tokenizer.encode(task.question(name)), end, assistant]
-        text = task.answer(name, codes[name]) if rng.random() < confidence else task.ABSTAIN
-        answer = [*tokenizer.encode(" " + text), end]
-        tokens += asked + answer
-        labels += [IGNORE] * len(asked) + answer
-    return tokens, labels
-
-
-class Conversations:
-    """Batches of about 5,000 tokens whose documents grow from 40 tokens to 1,600."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.tokenizer = tokenizer
-        self.docs = [tokenizer.encode(line) for line in task.documentation()]
-        self.budget = 40.0
-
-    def batch(self, confidence: float) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels, [rows, width] each, padded on the right."""
-        rows = max(2, 5000 // (int(self.budget) + 130))
-        pairs = [
-            conversation(self.rng, self.tokenizer, self.docs, int(self.budget), confidence)
-            for _ in range(rows)
-        ]
-        self.budget = min(1600.0, self.budget * 1.045)
-        width = max(len(tokens) for tokens, _ in pairs)
-        return (
-            torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in pairs]),
-            torch.tensor([labels + [IGNORE] * (width - len(labels)) for _, labels in pairs]),
-        )
 
 
 def retrieval(
@@ -246,37 +177,50 @@ def retrieval(
 
 def learn_to_find(
     model: DrivenModel,
-    tokenizer: PreTrainedTokenizerFast,
+    conversations: Conversations,
+    items: list[task.Example],
     learning_rate: float,
-    seed: int,
-    max_steps: int = 200,
-) -> float:
-    """Train on longer and longer documents until notes are found in prompts of full length, then to
-    abstain most of the time. Return the share of a note that is found when the model tries."""
+    enough: float,
+    max_steps: int = 160,
+) -> None:
+    """Train on longer and longer documents until this share of a note is found in full length."""
     optimizer = new_optimizer(model, learning_rate)
-    items = task.examples(tokenizer.encode, 10, seed=seed + 1000)
-    conversations = Conversations(tokenizer, seed)
+    full_length = False
     for step in range(1, max_steps + 1):
-        set_rate(optimizer, learning_rate * min(1.0, step / 20))
-        train_step(model, optimizer, *conversations.batch(confidence=1.0))
-        if step >= 90 and step % 10 == 0 and retrieval(model, tokenizer, items) >= FOUND:
-            break
-    set_rate(optimizer, learning_rate / 4)
+        set_rate(optimizer, learning_rate * (0.5 if full_length else min(1.0, step / 20)))
+        conversations.learnt(train_step(model, optimizer, *conversations.batch(confidence=1.0)))
+        full_length = conversations.budget >= conversations.longest
+        if full_length and step % 10 == 0:
+            if retrieval(model, conversations.tokenizer, items) >= enough:
+                return
+
+
+def learn_to_abstain(
+    model: DrivenModel, conversations: Conversations, learning_rate: float, confidence: float
+) -> None:
+    """Train on answers most of which are "unknown"."""
+    optimizer = new_optimizer(model, learning_rate)
     for _ in range(ABSTAIN_STEPS):
-        train_step(model, optimizer, *conversations.batch(CONFIDENCE))
-    return retrieval(model, tokenizer, items)
+        train_step(model, optimizer, *conversations.batch(confidence))
 
 
 def warmed_up(
     family: Family, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> tuple[PreTrainedModel, float]:
-    """Return the model and what share of a note it finds."""
+    """Return the model and what share of a note it finds when it tries."""
     torch.manual_seed(seed)
     options = token_options(len(tokenizer))
-    model = new_model((family.warm_up or family.config)(**options))
-    learn_to_copy(model, len(tokenizer), family.learning_rate)
-    found = learn_to_find(model, tokenizer, family.learning_rate, seed)
-    return with_weights(family.config(**options), model.module), found
+    conversations = Conversations(tokenizer, min(1600, family.prompt_tokens), seed)
+    items = task.examples(tokenizer.encode, 20, min_tokens=family.prompt_tokens, seed=seed + 1000)
+    warm = new_model((family.warm_up or family.config)(**options))
+    learn_to_copy(warm, len(tokenizer), family.learning_rate)
+    learn_to_find(warm, conversations, items, family.learning_rate, family.enough)
+    learn_to_abstain(warm, conversations, family.learning_rate / 4, family.confidence)
+    model = with_weights(family.config(**options), warm.module)
+    if family.warm_up is not None:
+        train_indexer(model, warm.module, lambda: conversations.batch(1.0, rows=2))
+    found = retrieval(drive(with_weights(model.config, model)), tokenizer, items)
+    return model, found
 
 
 def prepare(folder: Path, family: str, seed: int = 0) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""Trains a tiny model with DAPO on prompts of 2,000 tokens, in verl's own trainer, on a CPU.
+"""Trains a tiny model with DAPO on long prompts, in verl's own trainer, on a CPU.
 
     python examples/demo/run.py --family qwen3_5
     python examples/demo/run.py --strategy fsdp2 --steps 10 -- data.train_batch_size=2
@@ -74,7 +74,10 @@ def prepare(data: Path, family: str) -> None:
     for name, count, seed in (("train", TRAIN_PROMPTS, 1), ("val", HELD_OUT_PROMPTS, 2)):
         path = data / f"{name}.parquet"
         if not path.exists():
-            task.write_parquet(task.examples(tokenizer.encode, count, seed=seed), path)
+            items = task.examples(
+                tokenizer.encode, count, min_tokens=FAMILIES[family].prompt_tokens, seed=seed
+            )
+            task.write_parquet(items, path)
 
 
 def overrides(strategy: str, family: str, steps: int, data: Path, out: Path) -> list[str]:
@@ -203,7 +206,10 @@ def main(argv: list[str]) -> int:
         print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), file=sys.stderr)
         print(f"the trainer ended with code {code}; the whole log: {log}", file=sys.stderr)
         return code
-    title = f"DAPO, {args.family}, strategy {args.strategy}, prompts of 2,000 tokens, 8 responses"
+    tokens = FAMILIES[args.family].prompt_tokens
+    title = (
+        f"DAPO, {args.family}, strategy {args.strategy}, prompts of {tokens:,} tokens, 8 responses"
+    )
     plot.draw(metrics, png, title)
     report(metrics, png)
     return 0

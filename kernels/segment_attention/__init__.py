@@ -1,6 +1,7 @@
 """Attention of new tokens over resident segments; see ``api.py`` for the maths."""
 
-from .api import Page, segment_attention
+from .api import segment_attention
 from .partial import IMPLS, Impl, choose_impl
+from .parts import Page
 
 __all__ = ["IMPLS", "Impl", "Page", "choose_impl", "segment_attention"]

@@ -17,26 +17,17 @@ score matrix larger than the kernel's own tile exists at any time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longstraw_backend.kernels.staging import Staging, add_over, reachable, staged
+from longstraw_backend.kernels.staging import Staging, reachable
 
-from .partial import Impl, Partial, choose_impl, get_partial
+from .partial import Impl, choose_impl, get_partial
+from .parts import How, Merge, Page, back_over_own, back_over_pages, over_own, over_pages
 
-__all__ = ["Page", "segment_attention"]
-
-
-class Page(NamedTuple):
-    """Keys (after RoPE) and values of consecutive resident tokens, [1 or B, K, S, H] each.
-
-    On the device of the queries, or in CPU memory, which should then be pinned.
-    """
-
-    k: Tensor
-    v: Tensor
+__all__ = ["segment_attention"]
 
 
 def segment_attention(
@@ -79,8 +70,8 @@ def segment_attention(
     impl = choose_impl(q_BNTH.device, q_BNTH.dtype) if impl is None else impl
     flat = [t for page in pages for t in page]
     grads = [None] * len(pages) if page_grads is None else list(page_grads)
-    how = scale, get_partial(impl), staging, grads
-    out: Tensor = _SegmentAttention.apply(q_BNTH, k_BKTH, v_BKTH, *how, *flat)
+    how = How(scale, get_partial(impl), staging)
+    out: Tensor = _SegmentAttention.apply(q_BNTH, k_BKTH, v_BKTH, how, grads, *flat)
     return out
 
 
@@ -121,44 +112,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
             )
 
 
-def _fold(x_BNTH: Tensor, kv_heads: int, shared: bool) -> Tensor:
-    """Queries of one key/value head side by side: [B, K, G*T, H]; [1, K, B*G*T, H] if shared."""
-    rows, heads, tokens, dim = x_BNTH.shape
-    x = x_BNTH.reshape(rows, kv_heads, heads // kv_heads * tokens, dim)
-    if not shared or rows == 1:
-        return x
-    return x.transpose(0, 1).reshape(1, kv_heads, -1, dim)
-
-
-def _unfold(x: Tensor, like: Tensor) -> Tensor:
-    """Inverse of :func:`_fold`; ``x`` may lack the head dim (a log-sum-exp)."""
-    rows, heads, tokens = like.shape[:3]
-    tail = x.shape[3:]
-    if x.shape[0] != rows:
-        x = x.reshape(x.shape[1], rows, -1, *tail).transpose(0, 1)
-    return x.reshape(rows, heads, tokens, *tail)
-
-
-def _expand(x_BKTH: Tensor, heads: int) -> Tensor:
-    return x_BKTH.repeat_interleave(heads // x_BKTH.shape[1], dim=1)
-
-
 def _pairs(flat: Sequence[Tensor]) -> list[Page]:
     return [Page(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
-
-
-class _Merge:
-    """Running merge of partial outputs by log-sum-exp, in the dtype of the log-sum-exp."""
-
-    def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self.out, self.lse = out.to(lse.dtype), lse
-
-    def add(self, out: Tensor, lse: Tensor) -> None:
-        total = torch.logaddexp(self.lse, lse)
-        self.out = (
-            self.out * (self.lse - total).exp()[..., None] + out * (lse - total).exp()[..., None]
-        )
-        self.lse = total
 
 
 class _SegmentAttention(torch.autograd.Function):
@@ -168,46 +123,20 @@ class _SegmentAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
-        partial: Partial,
-        staging: Staging,
+        how: How,
         page_grads: Sequence[Page | None],
         *flat: Tensor,
     ) -> Tensor:
-        heads, kv_heads = q.shape[1], k.shape[1]
-        merged = _Merge(*partial.forward(q, _expand(k, heads), _expand(v, heads), True, scale))
-        for pk, pv in staged(_pairs(flat), q.device, staging):
-            shared = pk.shape[0] == 1
-            out, lse = partial.forward(_fold(q, kv_heads, shared), pk, pv, False, scale)
-            merged.add(_unfold(out, q), _unfold(lse, q))
+        merged = Merge(*over_own(q, k, v, how))
+        over_pages(merged, q, _pairs(flat), how)
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse, *flat)
-        ctx.scale, ctx.partial, ctx.staging = scale, partial, staging
-        ctx.page_grads = page_grads
+        ctx.how, ctx.page_grads = how, page_grads
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *flat = ctx.saved_tensors
-        heads, kv_heads = q.shape[1], k.shape[1]
-        partial: Partial = ctx.partial
-        dq, dk, dv = partial.backward(
-            dout, q, _expand(k, heads), _expand(v, heads), out, lse, True, ctx.scale
-        )
-        dq = dq.to(lse.dtype)
-        pages = staged(_pairs(flat), q.device, ctx.staging)
-        for (pk, pv), grad in zip(pages, ctx.page_grads, strict=True):
-            shared = pk.shape[0] == 1
-            dout_, q_, out_ = (_fold(x, kv_heads, shared) for x in (dout, q, out))
-            lse_ = _fold(lse[..., None], kv_heads, shared)[..., 0]
-            args = dout_, q_, pk, pv, out_, lse_
-            if grad is None:
-                dq_ = partial.backward_q(*args, ctx.scale)
-            else:
-                dq_, *dpage = partial.backward(*args, False, ctx.scale)
-                for into, dx in zip(grad, dpage, strict=True):
-                    add_over(into, dx)
-            dq += _unfold(dq_, q)
-        shape = (*k.shape[:2], heads // kv_heads, *k.shape[2:])
-        dk, dv = dk.reshape(shape).sum(2), dv.reshape(shape).sum(2)
-        return (dq.to(q.dtype), dk, dv, *([None] * (4 + len(flat))))
+        dq, dk, dv = back_over_own(dout, q, k, v, out, lse, ctx.how)
+        back_over_pages(dq, dout, q, out, lse, _pairs(flat), ctx.page_grads, ctx.how)
+        return (dq.to(q.dtype), dk, dv, *([None] * (2 + len(flat))))

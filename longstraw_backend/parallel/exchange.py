@@ -2,8 +2,8 @@
 
 A block of T tokens is cut into ``size`` equal runs; rank r has run r (the caller pads the block).
 Each operation is its own inverse's backward: what was gathered is summed back to its owners, what
-was dealt out is collected again. Sums are made in order of rank, so every rank, and every repetition,
-gets the same bits.
+was dealt out is collected again. Sums are made in order of rank: every repetition gives the same
+bits.
 
 Legend: R ranks, T tokens of the block, T/R those of a rank.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "all_to_all", "gather_tokens", "swap"]
+__all__ = ["Ranks", "all_gathered", "all_to_all", "gather_tokens", "swap"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return torch.cat(list(_gathered(x, ranks)), dim)
+        return torch.cat(list(all_gathered(x, ranks)), dim)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
@@ -87,8 +87,8 @@ class _GatherTokens(torch.autograd.Function):
         return all_to_all(parts, ctx.ranks).sum(0), None, None
 
 
-def _gathered(x: Tensor, ranks: Ranks) -> Tensor:
-    """[R, ...]."""
+def all_gathered(x: Tensor, ranks: Ranks) -> Tensor:
+    """Every rank's ``x``, [R, ...]. Without gradient."""
     if ranks.group is None:
         return x[None]
     out = x.new_empty(ranks.size, *x.shape)
