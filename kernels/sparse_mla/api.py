@@ -16,7 +16,7 @@ K selected tokens of a query.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -133,6 +133,7 @@ def dense_mla(
     scale: float,
     value_dim: int,
     page_grads: Sequence[Tensor | None] | None = None,
+    attention: Callable[..., Tensor] = segment_attention,
 ) -> Tensor:
     """Attend from each new token to all resident tokens and causally to the new ones.
 
@@ -146,6 +147,7 @@ def dense_mla(
         pages: the same of resident tokens in order, [1 or B, T_i, C] each; in CPU memory too, from
             which they come one by one.
         page_grads: as for ``sparse_mla``, in the shapes of the pages.
+        attention: ``segment_attention``, or its like over several owners.
 
     Returns:
         [B, S, N, V] in the dtype of q. Differentiable in q and latents; gradients of pages come
@@ -166,7 +168,7 @@ def dense_mla(
     impl: Impl = "cpu" if q_BSNC.device.type == "cpu" else "reference"
     q_BNSC = q_BSNC.transpose(1, 2)
     with torch.autocast(q_BSNC.device.type, enabled=False):
-        out = segment_attention(q_BNSC, own, own, held, scale=scale, impl=impl, page_grads=grads)
+        out = attention(q_BNSC, own, own, held, scale=scale, impl=impl, page_grads=grads)
     return out[..., :value_dim].transpose(1, 2)
 
 

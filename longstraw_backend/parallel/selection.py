@@ -1,11 +1,11 @@
 """The indexer's selection when the ranks that share a prompt own the index keys by position.
 
 Queries travel to the keys: every owner scores the whole block's queries against the keys it holds,
-its share of the block's own included, and its candidates travel to the rank of each query. The
+its run of the block included, and its candidates travel to the rank of each query. The
 order is that of one rank: higher score first, ties by lower position. Nothing is differentiable.
 
-Moved per token and layer, with R ranks, H index heads of dim D in e bytes, head weights in w and
-scores in s bytes (4, or 8 for float64):
+Moved per token of the block and layer between all ranks, in bytes, with R ranks, H index heads of
+dim D in e bytes, head weights in w and scores in s bytes (4, or 8 for float64):
 
     (R - 1) (H (D e + w) + k (s + 4))
 
@@ -25,21 +25,22 @@ from longstraw_backend.kernels.index_topk import (
     index_topk,
     merge_candidates,
 )
-from longstraw_backend.kernels.spans import Span, check_spans
+from longstraw_backend.kernels.spans import Span, check_spans, spans_of_runs
 
 from .exchange import Ranks, all_to_all, gather_tokens
 
-__all__ = ["owned_index_topk"]
+__all__ = ["owners_topk"]
 
 
 @torch.no_grad()
-def owned_index_topk(
+def owners_topk(
     q_SHD: Tensor,
     weights_SH: Tensor,
     keys_SD: Tensor,
-    pages: Sequence[Span],
-    *,
+    pages: Sequence[Tensor],
     ranks: Ranks,
+    *,
+    runs: Sequence[range],
     start: int,
     k: int,
     scale: float,
@@ -52,7 +53,8 @@ def owned_index_topk(
         q_SHD: index queries of this rank's tokens, which begin at ``start`` + rank * S.
         weights_SH: their head weights.
         keys_SD: their index keys.
-        pages: keys of the resident tokens that this rank owns; none is fine.
+        pages: keys of the resident tokens that this rank owns, [T_i, D] each; none is fine.
+        runs: their positions, ascending, all before ``start``.
         start: absolute position of the block's first token.
         k: tokens to select, of all ranks' together.
 
@@ -63,12 +65,13 @@ def owned_index_topk(
     Raises:
         ValueError: a shape, dtype, device or position does not fit; the text says which.
     """
+    held = spans_of_runs(pages, runs)
     if ranks.size == 1:
-        return index_topk(q_SHD, weights_SH, keys_SD, pages, start=start, k=k, scale=scale)
-    check_spans("pages", pages, keys_SD, start)
+        return index_topk(q_SHD, weights_SH, keys_SD, held, start=start, k=k, scale=scale)
+    check_spans("pages", held, keys_SD, start)
     own = Span(start + ranks.rank * keys_SD.shape[0], keys_SD)
     q, weights = (gather_tokens(x, ranks, 0) for x in (q_SHD, weights_SH))
-    best = index_candidates(q, weights, [*pages, own], start=start, k=k, scale=scale)
+    best = index_candidates(q, weights, [*held, own], start=start, k=k, scale=scale)
     return merge_candidates(_to_their_queries(best.padded(k), ranks), k)
 
 

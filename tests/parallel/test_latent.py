@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,17 +13,26 @@ from torch import Tensor
 
 from longstraw_backend.kernels.index_topk import index_topk
 from longstraw_backend.kernels.spans import Span
-from longstraw_backend.kernels.sparse_mla import sparse_mla
+from longstraw_backend.kernels.sparse_mla import LatentAttention, dense_mla, sparse_mla
 from longstraw_backend.parallel.exchange import Ranks
-from longstraw_backend.parallel.latent import held_selection, merge_parts, owned_sparse_mla
-from longstraw_backend.parallel.selection import owned_index_topk
+from longstraw_backend.parallel.latent import (
+    merge_parts,
+    owners_dense_mla,
+    owners_sparse_mla,
+    rows_selected,
+)
+from longstraw_backend.parallel.selection import owners_topk
 from tests.ranks import run_ranks
 
 HEADS, WIDTH, VALUE = 3, 24, 16
 INDEX_HEADS, DIM = 64, 16
+INDEX_SCALE = 1.25 * DIM**-0.5
+HOW: dict[str, Any] = dict(scale=WIDTH**-0.5, value_dim=VALUE)
 DTYPES = torch.float64, torch.float32
 RUN = 6
 """Tokens of a rank in every block."""
+PAGE = 7
+"""Tokens of a page; not in step with the runs."""
 
 
 class Case(NamedTuple):
@@ -67,6 +76,7 @@ CASES = {
     "padding": Case(pads=2),
     "ranks with padding only": Case(pads=8),
 }
+DENSE = ["dealt", "nothing resident", "one rank has all that is resident", "padding"]
 
 
 class Inputs(NamedTuple):
@@ -130,54 +140,77 @@ class Result(NamedTuple):
 
 def on_one_rank(case: Case, world: int, dtype: torch.dtype) -> Result:
     x = make(case, world, dtype).without(case.pads)
-    return run(x, slice(None), [(0, x.start)], index_topk, sparse_mla, case.k)
+    where = dict(start=x.start, k=case.k, scale=INDEX_SCALE)
+    own, pages = x.keys[x.start :], [Span(0, x.keys[: x.start])]
+    selection = index_topk(x.index_q, x.weights, own, pages, **where)
+
+    def attend(q: Tensor, latents: Tensor, page: Tensor, dpage: Tensor) -> LatentAttention:
+        args = q, latents, x.selection, [Span(0, page)]
+        return sparse_mla(*args, start=x.start, page_grads=[dpage], **HOW)
+
+    return Result(selection, *value_and_grads(x, attend, slice(None), torch.arange(x.start)))
 
 
-def on_this_rank(rank: int, name: str, dtype: torch.dtype) -> Result:
-    ranks, case = Ranks.of(dist.group.WORLD), CASES[name]
-    x = make(case, ranks.size, dtype)
-    own = slice(rank * RUN, (rank + 1) * RUN)
-    held = [(start, start + RUN) for start, owner in case.pages(ranks.size) if owner == rank]
-    both = partial(owned_index_topk, ranks=ranks), partial(owned_sparse_mla, ranks=ranks)
-    return run(x, own, held, *both, case.k)
+def on_this_rank(case: Case, ranks: Ranks, dtype: torch.dtype) -> Result:
+    x, own = make(case, ranks.size, dtype), slice(ranks.rank * RUN, (ranks.rank + 1) * RUN)
+    runs = [range(a, a + RUN) for a, owner in case.pages(ranks.size) if owner == ranks.rank]
+    held = torch.tensor([t for run in runs for t in run], dtype=torch.int64)
+    where = dict(runs=runs, start=x.start, k=case.k, scale=INDEX_SCALE)
+    args = x.index_q[own], x.weights[own], x.keys[x.start :][own], x.keys[held].split(PAGE)
+    selection = owners_topk(*args, ranks, **where)
+
+    def attend(q: Tensor, latents: Tensor, page: Tensor, dpage: Tensor) -> LatentAttention:
+        pages, grads = page.split(PAGE), dpage.split(PAGE)
+        args = q, latents, x.selection[own], pages, ranks
+        return owners_sparse_mla(*args, runs=runs, start=x.start, page_grads=grads, **HOW)
+
+    return Result(selection, *value_and_grads(x, attend, own, held))
 
 
-def on_all_cases(rank: int) -> dict[tuple[str, torch.dtype], Result]:
-    return {(name, dtype): on_this_rank(rank, name, dtype) for name in CASES for dtype in DTYPES}
+def dense_on_this_rank(case: Case, ranks: Ranks, dtype: torch.dtype) -> list[Tensor]:
+    x, own = make(case, ranks.size, dtype), slice(ranks.rank * RUN, (ranks.rank + 1) * RUN)
+    owners = torch.tensor([owner for _, owner in case.pages(ranks.size)]).repeat_interleave(RUN)
+    held = (owners == ranks.rank).nonzero()[:, 0]
+
+    def attend(q: Tensor, latents: Tensor, page: Tensor, dpage: Tensor) -> LatentAttention:
+        pages, grads = ([p[None] for p in t.split(PAGE) if len(p)] for t in (page, dpage))
+        how: Any = dict(resident=x.start > 0, page_grads=grads, **HOW)
+        out = owners_dense_mla(q[None], latents[None], pages, ranks, **how)
+        return LatentAttention(out[0], q.sum(-1) * 0)
+
+    return value_and_grads(x, attend, own, held)
 
 
-def run(
-    x: Inputs, own: slice, held: list[tuple[int, int]], select: Any, attend: Any, k: int
-) -> Result:
-    """Selection, attention and its backward of the tokens ``own`` over the resident ``held``."""
-
-    def spans(rows: Tensor) -> list[Span]:
-        return [Span(a, rows[a:b]) for a, b in held]
-
-    selection = select(
-        x.index_q[own],
-        x.weights[own],
-        x.keys[x.start :][own],
-        spans(x.keys),
-        start=x.start,
-        k=k,
-        scale=1.25 * DIM**-0.5,
-    )
+def value_and_grads(
+    x: Inputs, attend: Callable[..., LatentAttention], own: slice, held: Tensor
+) -> list[Tensor]:
+    """Out, lse and gradients of the tokens ``own`` over resident ones at positions ``held``."""
     q = x.q[own].clone().requires_grad_()
     latents = x.latents[x.start :][own].clone().requires_grad_()
-    dpages = torch.zeros_like(x.latents[: x.start])
-    out = attend(
-        q,
-        latents,
-        x.selection[own],
-        spans(x.latents),
-        start=x.start,
-        scale=WIDTH**-0.5,
-        value_dim=VALUE,
-        page_grads=[rows for _, rows in spans(dpages)],
-    )
+    page = x.latents[held]
+    dpage = torch.zeros_like(page)
+    out = attend(q, latents, page, dpage)
     grads = torch.autograd.grad(out, (q, latents), (x.dout[own], x.dlse[own]))
-    return Result(selection, *(t.detach() for t in out), *grads, dpages)
+    dpages = torch.zeros_like(x.latents[: x.start])
+    dpages[held] = dpage
+    return [*(t.detach() for t in out), *grads, dpages]
+
+
+class Results(NamedTuple):
+    """Of one rank, by case and dtype."""
+
+    sparse: dict[tuple[str, torch.dtype], Result]
+    dense: dict[tuple[str, torch.dtype], list[Tensor]]
+
+
+def on_all_cases(rank: int) -> Results:
+    ranks = Ranks.of(dist.group.WORLD)
+    cases = [(name, dtype) for name in CASES for dtype in DTYPES]
+    dense = [key for key in cases if key[0] in DENSE]
+    return Results(
+        {(name, dtype): on_this_rank(CASES[name], ranks, dtype) for name, dtype in cases},
+        {(name, dtype): dense_on_this_rank(CASES[name], ranks, dtype) for name, dtype in dense},
+    )
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -186,37 +219,58 @@ def world(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def results(
-    world: int, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[tuple[str, torch.dtype], Result]]:
-    """Rank by rank, of each case."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    return run_ranks(on_all_cases, world, folder)
+def results(world: int, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """Rank by rank."""
+    return run_ranks(on_all_cases, world, tmp_path_factory.mktemp("ranks"))
+
+
+def assert_as_one(parts: Sequence[Sequence[Tensor]], one: Sequence[Tensor], bar: float) -> None:
+    """Out, lse, dq, dlatents, dpages of ranks against one rank, which has no padding."""
+    *together, dpages = (list(x) for x in zip(*parts, strict=True))
+    real = one[0].shape[0]
+    for i, (tokens, b) in enumerate(zip(together, one[:-1], strict=True)):
+        a = torch.cat(tokens)
+        assert not a.isnan().any()
+        assert i < 2 or not a[real:].any(), "padding has a gradient"
+        torch.testing.assert_close(a[:real], b, rtol=bar, atol=bar)
+    torch.testing.assert_close(torch.stack(dpages).sum(0), one[-1], rtol=bar, atol=bar)
+
+
+BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
+@each_dtype
 def test_ranks_select_and_attend_as_one(
-    name: str, world: int, dtype: torch.dtype, results: list[Any]
+    name: str, world: int, dtype: torch.dtype, results: list[Results]
 ) -> None:
-    one, parts = on_one_rank(CASES[name], world, dtype), [r[name, dtype] for r in results]
-    together = [torch.cat(x) for x in zip(*(p[:-1] for p in parts), strict=True)]
-    dpages = torch.stack([p.dpages for p in parts]).sum(0)
-    real = one.out.shape[0]
-    assert not any(gradient[real:].any() for gradient in together[3:])
-    together = [x[:real] for x in together]
-    assert torch.equal(together[0], one.selection)
-    bar = 1e-10 if dtype == torch.float64 else 1e-5
-    for a, b in zip([*together[1:], dpages], one[1:], strict=True):
-        assert not a.isnan().any()
-        torch.testing.assert_close(a, b, rtol=bar, atol=bar)
+    one, parts = on_one_rank(CASES[name], world, dtype), [r.sparse[name, dtype] for r in results]
+    selection = torch.cat([p.selection for p in parts])
+    assert torch.equal(selection[: one.out.shape[0]], one.selection)
+    assert_as_one([p[1:] for p in parts], one[1:], BARS[dtype])
 
 
-def test_cotangents_stay_with_their_owner(world: int, results: list[Any]) -> None:
-    for rank, result in enumerate(results):
-        part = result["dealt", torch.float64]
-        for start, owner in CASES["dealt"].pages(world):
-            assert part.dpages[start : start + RUN].any() == (owner == rank)
+@pytest.mark.parametrize("name", DENSE)
+@each_dtype
+def test_ranks_attend_to_all_tokens_as_one(
+    name: str, world: int, dtype: torch.dtype, results: list[Results]
+) -> None:
+    x = make(CASES[name], world, dtype).without(CASES[name].pads)
+
+    def attend(q: Tensor, latents: Tensor, page: Tensor, dpage: Tensor) -> LatentAttention:
+        pages, grads = ([t[None]] if len(t) else [] for t in (page, dpage))
+        out = dense_mla(q[None], latents[None], pages, page_grads=grads, **HOW)
+        return LatentAttention(out[0], q.sum(-1) * 0)
+
+    one = value_and_grads(x, attend, slice(None), torch.arange(x.start))
+    assert_as_one([r.dense[name, dtype] for r in results], one, BARS[dtype])
+
+
+def test_cotangents_stay_with_their_owner(world: int, results: list[Results]) -> None:
+    for start, owner in CASES["dealt"].pages(world):
+        dpages = [r.sparse["dealt", torch.float64].dpages[start : start + RUN] for r in results]
+        assert [rank for rank, x in enumerate(dpages) if x.any()] == [owner]
 
 
 def test_planted_ties_are_ties_of_different_owners(world: int) -> None:
@@ -230,19 +284,17 @@ def test_planted_ties_are_ties_of_different_owners(world: int) -> None:
 
 
 def test_a_single_rank_gets_what_it_gets_without_ranks() -> None:
-    x, alone = make(CASES["dealt"], 2, torch.float32), Ranks()
-    both = partial(owned_index_topk, ranks=alone), partial(owned_sparse_mla, ranks=alone)
-    actual = run(x, slice(None), [(0, x.start)], *both, 8)
-    for a, b in zip(actual, on_one_rank(CASES["dealt"], 2, torch.float32), strict=True):
+    actual = on_this_rank(Case(), Ranks(), torch.float32)
+    for a, b in zip(actual, on_one_rank(Case(), 1, torch.float32), strict=True):
         assert torch.equal(a, b)
 
 
-def test_held_selection_moves_what_is_held_to_the_left() -> None:
-    spans = [Span(a, torch.zeros(3, 1)) for a in (2, 5, 20)]
+def test_selected_rows_are_those_held_in_order_at_the_left() -> None:
+    runs = [range(a, a + 3) for a in (2, 5, 20)]
     selection = torch.tensor([[0, 2, 7, 8, 22], [1, 9, -1, -1, -1], [4, 5, 20, -1, -1]])
-    expected = [[2, 7, 22], [-1, -1, -1], [4, 5, 20]]
-    assert held_selection(selection.int(), spans).tolist() == expected
-    assert held_selection(selection[1:2].int(), spans).tolist() == [[-1]]
+    expected = [[0, 5, 8], [-1, -1, -1], [2, 3, 6]]
+    assert rows_selected(selection.int(), runs).tolist() == expected
+    assert rows_selected(selection[1:2].int(), runs).tolist() == [[-1]]
 
 
 def test_merged_parts_pass_gradcheck_and_skip_empty_ones() -> None:
@@ -261,13 +313,14 @@ def test_merged_parts_pass_gradcheck_and_skip_empty_ones() -> None:
     assert not douts[1].any() and not dlses[1].any() and not dlses[:, 3].any()
 
 
-def test_rejects_pages_that_reach_into_the_block() -> None:
-    x = make(CASES["dealt"], 2, torch.float64)
-    two = Ranks(rank=1, size=2)
-    pages = [Span(x.start, x.latents[x.start :])]
-    where: dict[str, Any] = dict(ranks=two, start=x.start, scale=1.0)
+def test_rejects_positions_that_do_not_fit() -> None:
+    x, second = make(Case(), 2, torch.float64), Ranks(rank=1, size=2)
+    pages, runs = [x.latents[:RUN]], [range(x.start, x.start + RUN)]
+    args = x.q, x.latents[x.start :], x.selection, pages, second
     with pytest.raises(ValueError, match=r"pages\[0\]: expected positions in order"):
-        owned_sparse_mla(x.q, x.latents[x.start :], x.selection, pages, value_dim=VALUE, **where)
-    pages = [Span(x.start, x.keys[x.start :])]
+        owners_sparse_mla(*args, runs=runs, start=x.start, **HOW)
+    with pytest.raises(ValueError, match="runs: expected the positions of all 6 rows"):
+        owners_sparse_mla(*args, runs=[range(5)], start=x.start, **HOW)
+    args = x.index_q, x.weights, x.keys[x.start :], [x.keys[:RUN]], second
     with pytest.raises(ValueError, match=r"pages\[0\]: expected positions in order"):
-        owned_index_topk(x.index_q, x.weights, x.keys[x.start :], pages, k=8, **where)
+        owners_topk(*args, runs=runs, start=x.start, k=8, scale=1.0)
