@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longstraw_backend.kernels.staging import reachable
 
-__all__ = ["Span", "check_spans", "consecutive"]
+__all__ = ["Span", "check_spans", "consecutive", "spans_of_runs"]
 
 
 class Span(NamedTuple):
@@ -33,6 +33,33 @@ def consecutive(pages: Iterable[Tensor], start: int = 0) -> list[Span]:
     for rows in pages:
         spans.append(Span(start, rows))
         start += rows.shape[0]
+    return spans
+
+
+def spans_of_runs(pages: Sequence[Tensor], runs: Sequence[range]) -> list[Span]:
+    """Spans of an owner's pages [T_i, D], whose rows are the tokens of ``runs`` one after another.
+
+    Args:
+        runs: positions, ascending; where pages are cut has nothing to do with them.
+
+    Raises:
+        ValueError: pages and runs differ in the number of tokens.
+    """
+    rows, tokens = sum(page.shape[0] for page in pages), sum(map(len, runs))
+    if rows != tokens:
+        raise ValueError(
+            f"runs: expected the positions of all {rows} rows of the pages, got {tokens}"
+        )
+    spans: list[Span] = []
+    left = [run for run in runs if len(run)][::-1]
+    for page in pages:
+        while page.shape[0]:
+            run = left.pop()
+            count = min(len(run), page.shape[0])
+            spans.append(Span(run.start, page[:count]))
+            page = page[count:]
+            if count < len(run):
+                left.append(run[count:])
     return spans
 
 

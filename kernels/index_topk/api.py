@@ -27,7 +27,7 @@ from torch import Tensor
 from longstraw_backend.kernels.spans import Span, check_spans
 
 from .scores import KeyBlock, block_scores, key_block_size, key_blocks, query_block_size
-from .select import Candidates, keep_best
+from .select import ABSENT, Candidates, keep_best
 
 __all__ = ["index_candidates", "index_topk"]
 
@@ -90,12 +90,13 @@ def index_candidates(
     queries = _query_blocks(q_SHD, weights_SH, start)
     best = [_no_candidates(block) for block in queries]
     with torch.autocast(device.type, enabled=False):  # scores are wide, whatever the caller's
-        for keys in key_blocks(spans, key_block_size(stop), stop, device):
+        for keys in key_blocks(spans, key_block_size(stop), device):
+            positions = keys.positions()
             for i, block in enumerate(queries):
                 if keys.start < block.stop:
-                    best[i] = _with_keys(best[i], block, keys, k, scale)
+                    best[i] = _with_keys(best[i], block, keys, positions, k, scale)
     width = max(b.scores.shape[1] for b in best)
-    padded = [_pad(b, width) for b in best]
+    padded = [b.padded(width) for b in best]
     return Candidates(*(torch.cat(parts) for parts in zip(*padded, strict=True)))
 
 
@@ -123,30 +124,25 @@ def _no_candidates(block: _QueryBlock) -> Candidates:
 
 
 def _with_keys(
-    best: Candidates, queries: _QueryBlock, block: KeyBlock, k: int, scale: float
+    best: Candidates,
+    queries: _QueryBlock,
+    block: KeyBlock,
+    positions: Tensor,
+    k: int,
+    scale: float,
 ) -> Candidates:
     """The best k of those so far and of the keys of one more block, which lies after theirs."""
     q, w, keys = (x.to(best.scores.dtype) for x in (queries.q, queries.weights, block.keys))
     scores = block_scores(q, w, keys, scale)
-    stop = block.start + scores.shape[1]
-    positions = torch.arange(block.start, stop, dtype=torch.int32, device=q.device)
-    if stop - 1 > queries.start:
+    if block.stop - 1 > queries.start:
         own = torch.arange(queries.start, queries.stop, dtype=torch.int32, device=q.device)
         scores.masked_fill_(positions > own[:, None], float("-inf"))
-    if block.held is not None:
-        scores.masked_fill_(~block.held, float("-inf"))
+    scores.masked_fill_(positions == ABSENT, float("-inf"))
     both = Candidates(
         torch.cat([best.scores, scores], dim=1),
         torch.cat([best.positions, positions.expand_as(scores)], dim=1),
     )
     return keep_best(both, k)
-
-
-def _pad(candidates: Candidates, width: int) -> Candidates:
-    scores, positions = candidates
-    missing = (0, width - scores.shape[1])
-    pad = torch.nn.functional.pad
-    return Candidates(pad(scores, missing, value=float("-inf")), pad(positions, missing, value=-1))
 
 
 def _check(q: Tensor, weights: Tensor, keys: Tensor, k: int) -> None:

@@ -1,7 +1,9 @@
 """Index scores of a block of queries against a block of keys, and where the blocks lie.
 
-Key blocks lie at absolute multiples of their size and are filled up with zeros, so every product
-has the same shape however the keys are cut into pages, and a score the same bits.
+Keys are taken in order of position, a fixed number to a block, and the last block is filled up with
+zeros, so every product has the same shape however the keys are cut into pages or dealt over owners,
+and a score the same bits: matrix products sum along D alike in each column. An owner that holds a
+share of the keys makes that share of the products.
 
 Legend: S queries of a block, H index heads, D index dim, K keys of a block.
 """
@@ -10,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longstraw_backend.kernels.spans import Span
 from longstraw_backend.kernels.staging import staged
+
+from .select import ABSENT
 
 __all__ = ["KeyBlock", "block_scores", "key_block_size", "key_blocks", "query_block_size"]
 
@@ -39,49 +43,71 @@ def query_block_size(heads: int) -> int:
 
 
 class KeyBlock(NamedTuple):
-    """Keys [K, D] at positions [start, start + K); ``held`` [K] bool or None if all are there."""
+    """Keys [K, D] in order of position, zeros after the last: ``runs`` says which they are."""
 
-    start: int
     keys: Tensor
-    held: Tensor | None
+    runs: list[range]
+
+    @property
+    def start(self) -> int:
+        """Position of the first key."""
+        return self.runs[0].start
+
+    @property
+    def stop(self) -> int:
+        """After the position of the last key."""
+        return self.runs[-1].stop
+
+    def positions(self) -> Tensor:
+        """[K] int32 on the device of the keys; ``ABSENT`` where there is none."""
+        like: Any = dict(dtype=torch.int32, device=self.keys.device)
+        there = [torch.arange(run.start, run.stop, **like) for run in self.runs]
+        missing = self.keys.shape[0] - sum(map(len, self.runs))
+        return torch.cat([*there, torch.full((missing,), ABSENT, **like)])
 
 
-def key_blocks(
-    spans: Sequence[Span], size: int, stop: int, device: torch.device
-) -> Iterator[KeyBlock]:
-    """Blocks with at least one key before ``stop``, on ``device``; valid until the next one.
+def key_blocks(spans: Sequence[Span], size: int, device: torch.device) -> Iterator[KeyBlock]:
+    """All keys of the spans, ``size`` to a block, on ``device``; valid until the next one.
 
     A block inside one span is a view if that is there, else copied while the one before is used.
     """
-    blocks, same = itertools.tee(_blocks_at_rest(spans, size, stop, device))
+    blocks, same = itertools.tee(_blocks_at_rest(spans, size, device))
     for block, (keys,) in zip(blocks, staged(((b.keys,) for b in same), device), strict=True):
         yield block._replace(keys=keys)
 
 
-def _blocks_at_rest(
-    spans: Sequence[Span], size: int, stop: int, device: torch.device
-) -> Iterator[KeyBlock]:
-    for start in range(0, stop, size):
-        inside = [s for s in spans if s.start < start + size and s.stop > start and s.start < stop]
-        if not inside:
-            continue
-        first = inside[0]
-        if first.start <= start and first.stop >= start + size:
-            offset = start - first.start
-            yield KeyBlock(start, first.rows[offset : offset + size], None)
-        else:
-            yield _assemble(inside, start, size, device)
+def _blocks_at_rest(spans: Sequence[Span], size: int, device: torch.device) -> Iterator[KeyBlock]:
+    for pieces in _cut(spans, size):
+        whole = pieces[0].rows
+        keys = whole if len(whole) == size else _assemble(pieces, size, device)
+        yield KeyBlock(keys, [range(piece.start, piece.stop) for piece in pieces])
 
 
-def _assemble(spans: Sequence[Span], start: int, size: int, device: torch.device) -> KeyBlock:
-    like = spans[0].rows
-    keys = like.new_zeros(size, like.shape[1], device=device)
-    held = torch.zeros(size, dtype=torch.bool, device=device)
+def _cut(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:
+    """Pieces of spans, ``size`` rows together; fewer in the last list."""
+    pieces: list[Span] = []
+    room = size
     for span in spans:
-        low, high = max(span.start, start), min(span.stop, start + size)
-        keys[low - start : high - start] = span.rows[low - span.start : high - span.start]
-        held[low - start : high - start] = True
-    return KeyBlock(start, keys, held)
+        while span.rows.shape[0]:
+            piece = Span(span.start, span.rows[:room])
+            pieces.append(piece)
+            room -= piece.rows.shape[0]
+            span = Span(piece.stop, span.rows[piece.rows.shape[0] :])
+            if room == 0:
+                yield pieces
+                pieces, room = [], size
+    if pieces:
+        yield pieces
+
+
+def _assemble(pieces: Sequence[Span], size: int, device: torch.device) -> Tensor:
+    like = pieces[0].rows
+    keys = like.new_zeros(size, like.shape[1], device=device)
+    filled = 0
+    for _, rows in pieces:
+        keys[filled : filled + rows.shape[0]] = rows
+        filled += rows.shape[0]
+    return keys
 
 
 def block_scores(q_SHD: Tensor, weights_SH: Tensor, keys_KD: Tensor, scale: float) -> Tensor:

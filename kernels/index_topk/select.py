@@ -27,6 +27,13 @@ class Candidates(NamedTuple):
     scores: Tensor
     positions: Tensor
 
+    def padded(self, width: int) -> Candidates:
+        """With columns of no candidates at the right, [S, width]."""
+        missing = (0, width - self.scores.shape[1])
+        pad = torch.nn.functional.pad
+        scores = pad(self.scores, missing, value=float("-inf"))
+        return Candidates(scores, pad(self.positions, missing, value=ABSENT))
+
     def selection(self, k: int) -> Tensor:
         """Positions [S, k] int32, ascending, then ``ABSENT`` where there are fewer than k."""
         none = torch.iinfo(torch.int32).max

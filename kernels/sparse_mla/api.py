@@ -16,7 +16,7 @@ K selected tokens of a query.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from longstraw_backend.kernels.spans import Span, check_spans
 
 from .selected import SelectedAttention
 
-__all__ = ["LatentAttention", "dense_mla", "sparse_mla"]
+__all__ = ["LatentAttention", "dense_mla", "sparse_mla", "sparse_mla_part"]
 
 
 class LatentAttention(NamedTuple):
@@ -72,6 +72,39 @@ def sparse_mla(
         ValueError: a shape, dtype, device or position does not fit; the text says which.
     """
     _check(q_SNC, latents_SC, value_dim)
+    return sparse_mla_part(
+        q_SNC,
+        Span(start, latents_SC),
+        selection_SK,
+        pages,
+        scale=scale,
+        value_dim=value_dim,
+        page_grads=page_grads,
+    )
+
+
+def sparse_mla_part(
+    q_SNC: Tensor,
+    own: Span,
+    selection_SK: Tensor,
+    pages: Sequence[Span],
+    *,
+    scale: float,
+    value_dim: int,
+    page_grads: Sequence[Tensor | None] | None = None,
+) -> LatentAttention:
+    """:func:`sparse_mla` on one of several owners of tokens, also of the new ones.
+
+    Args:
+        own: latents and rotated keys [T, C] of those new tokens that this owner computed, with
+            gradient; the queries are those of any tokens. The other arguments are the same.
+
+    Returns:
+        Attention to those selected tokens that ``own`` or ``pages`` hold.
+
+    Raises:
+        ValueError: as :func:`sparse_mla`.
+    """
     if selection_SK.dim() != 2 or selection_SK.shape[0] != q_SNC.shape[0]:
         raise ValueError(
             f"selection: expected [{q_SNC.shape[0]}, K], got {tuple(selection_SK.shape)}"
@@ -81,9 +114,9 @@ def sparse_mla(
             f"selection: expected integers on {q_SNC.device}, got {selection_SK.dtype} on "
             f"{selection_SK.device}"
         )
-    check_spans("pages", pages, latents_SC, start)
-    starts = (*(page.start for page in pages), start)
-    rows = (*(page.rows for page in pages), latents_SC)
+    check_spans("pages", pages, own.rows, own.start)
+    starts = (*(page.start for page in pages), own.start)
+    rows = (*(page.rows for page in pages), own.rows)
     with torch.autocast(q_SNC.device.type, enabled=False):  # scores are wide, whatever the caller's
         grads = [None] * len(pages) if page_grads is None else list(page_grads)
         out, lse = SelectedAttention.apply(
@@ -100,6 +133,7 @@ def dense_mla(
     scale: float,
     value_dim: int,
     page_grads: Sequence[Tensor | None] | None = None,
+    attention: Callable[..., Tensor] = segment_attention,
 ) -> Tensor:
     """Attend from each new token to all resident tokens and causally to the new ones.
 
@@ -113,6 +147,7 @@ def dense_mla(
         pages: the same of resident tokens in order, [1 or B, T_i, C] each; in CPU memory too, from
             which they come one by one.
         page_grads: as for ``sparse_mla``, in the shapes of the pages.
+        attention: ``segment_attention``, or its like over several owners.
 
     Returns:
         [B, S, N, V] in the dtype of q. Differentiable in q and latents; gradients of pages come
@@ -133,7 +168,7 @@ def dense_mla(
     impl: Impl = "cpu" if q_BSNC.device.type == "cpu" else "reference"
     q_BNSC = q_BSNC.transpose(1, 2)
     with torch.autocast(q_BSNC.device.type, enabled=False):
-        out = segment_attention(q_BNSC, own, own, held, scale=scale, impl=impl, page_grads=grads)
+        out = attention(q_BNSC, own, own, held, scale=scale, impl=impl, page_grads=grads)
     return out[..., :value_dim].transpose(1, 2)
 
 

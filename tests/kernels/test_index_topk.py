@@ -171,6 +171,34 @@ def test_owners_of_dealt_blocks_select_as_one(maker: Maker, owners: int) -> None
         assert torch.equal(merge_candidates(order, 16), select(q, w, keys, 16))
 
 
+@pytest.mark.parametrize("maker", [make, ties])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("run", [1, 13, 64])
+def test_scores_have_the_same_bits_on_any_owner(
+    maker: Maker, dtype: torch.dtype, run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking, "KEY_BLOCK", 64)
+    q, w, keys = maker(40, 200, dtype)
+    where = dict(WHERE, k=240)
+    whole = index_candidates(q, w, [Span(0, keys)], **where)
+    dealt = pages_of(keys, (*range(0, 240, run), 240))
+    for owner in range(3):
+        part = index_candidates(q, w, dealt[owner::3], **where)
+        for scores, positions, expected in zip(*part, whole.scores, strict=True):
+            there = scores > float("-inf")
+            assert torch.equal(scores[there], expected[positions[there].long()])
+
+
+def test_an_owner_scores_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the gaps between its keys."""
+    monkeypatch.setattr(blocking, "KEY_BLOCK", 64)
+    _, _, keys = make(40, 600)
+    held = pages_of(keys, tuple(range(0, 641, 8)))[::4]
+    blocks = list(blocking.key_blocks(held, blocking.key_block_size(640), keys.device))
+    assert [sum(map(len, b.runs)) for b in blocks] == [64, 64, 32]
+    assert [b.keys.shape[0] for b in blocks] == [64, 64, 64]
+
+
 def test_nan_is_selected() -> None:
     q, w, keys = make(4, 100)
     keys[50] = float("nan")
