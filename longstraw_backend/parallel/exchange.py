@@ -2,14 +2,17 @@
 
 A block of T tokens is cut into ``size`` equal runs; rank r has run r (the caller pads the block).
 Each operation is its own inverse's backward: what was gathered is summed back to its owners, what
-was dealt out is collected again. Sums are made in order of rank, so every rank, and every repetition,
-gets the same bits.
+was dealt out is collected again. Sums are made in order of rank, so every rank, and every
+repetition, gets the same bits.
 
-Legend: R ranks, T tokens of the block, T/R those of a rank.
+Rows for experts are dealt unevenly: each rank says how many go where.
+
+Legend: R ranks, T tokens of the block, T/R those of a rank, S rows of any kind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "all_to_all", "gather_tokens", "swap"]
+__all__ = ["Ranks", "all_to_all", "deal", "gather_tokens", "swap"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,20 @@ def swap(parts: Tensor, ranks: Ranks) -> Tensor:
     return out
 
 
+def deal(rows: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Ranks) -> Tensor:
+    """Rows [S, ...], the first ``sent[0]`` for rank 0 and so on, go there; with gradient.
+
+    Args:
+        sent: rows for each rank, S together; 0 is fine.
+        received: rows from each rank: its ``sent`` for this one.
+
+    Returns:
+        [S', ...], S' the sum of ``received``: in order of rank.
+    """
+    out: Tensor = _Deal.apply(rows, list(sent), list(received), ranks)
+    return out
+
+
 def gather_tokens(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """All ranks' tokens, in order, along ``dim``; the gradient is summed over ranks."""
     out: Tensor = _GatherTokens.apply(x, ranks, dim)
@@ -75,6 +92,19 @@ class _Swap(torch.autograd.Function):
         return all_to_all(dparts, ctx.ranks), None
 
 
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], ranks: Ranks
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.ranks = sent, received, ranks
+        return _dealt(rows, sent, received, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None, None]:
+        return _dealt(drows, ctx.received, ctx.sent, ctx.ranks), None, None, None
+
+
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -85,6 +115,14 @@ class _GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         parts = torch.stack(dx.chunk(ctx.ranks.size, ctx.dim))
         return all_to_all(parts, ctx.ranks).sum(0), None, None
+
+
+def _dealt(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Tensor:
+    if ranks.group is None:
+        return rows.clone()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=ranks.group)
+    return out
 
 
 def _gathered(x: Tensor, ranks: Ranks) -> Tensor:
