@@ -75,13 +75,18 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
         Names of the parameters that were replaced.
 
     Raises:
-        ValueError: the mesh has more dimensions, or experts of the model are refused; nothing is
-            changed then.
+        ValueError: the mesh has more dimensions, the model has no fused experts, or some that are
+            refused; nothing is changed then.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass mesh[name]")
     ranks = Ranks.of(mesh.get_group())
     found = list(_fused_experts(model))
+    if not found:
+        raise ValueError(
+            f"model: expected fused experts, {type(model).__name__} has none; "
+            "leave expert_parallel_size at 1"
+        )
     for name, experts in found:
         _check_layout(name, experts)
         owned_experts(experts.num_experts, ranks)

@@ -19,10 +19,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.parallel.experts import expert_parallel, owned_experts, shard_experts
-from longstraw_backend.tiny import tiny_model
+from longstraw_backend.tiny import AVAILABLE, options_of, tiny_model
 from tests.ranks import run_ranks
 
 FAMILIES = "qwen3_moe", "qwen3_5_moe", "glm_moe_dsa"
+OTHERS = "qwen3_next", "deepseek_v32", "deepseek_v3"
 EXPERTS, HIDDEN = 8, 64
 TOKENS = {2: [(7, 12), (0, 9)], 4: [(5, 0, 3, 8), (0, 0, 1, 0)]}
 """Of each rank. Few of them leave experts, and owners of experts, without a token."""
@@ -33,7 +34,7 @@ Values = dict[str, Tensor]
 
 
 def build(family: str, dtype: torch.dtype) -> Any:
-    count = "n_routed_experts" if family == "glm_moe_dsa" else "num_experts"
+    count = "num_experts" if "num_experts" in options_of(family) else "n_routed_experts"
     model: Any = tiny_model(family, dtype=dtype, **{count: EXPERTS})
     model.set_experts_implementation("eager")
     return model
@@ -140,12 +141,26 @@ def sharded() -> dict[str, Any]:
     whole = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in after.items()}
     model.load_state_dict(after)
     return {
+        "refused": [refusal(gpt_oss()), refusal(tiny_model("qwen3"))],
         "names": names,
         "local": [len(_local(after[name])) for name in names],
         "trained": [model.get_parameter(name).requires_grad for name in names],
         "same": before.keys() == whole.keys()
         and all(torch.equal(before[name], w) for name, w in whole.items()),
     }
+
+
+def gpt_oss() -> Any:
+    sizes = dict(num_hidden_layers=1, hidden_size=HIDDEN, num_local_experts=EXPERTS, vocab_size=16)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes))
+
+
+def refusal(model: nn.Module) -> str:
+    try:
+        shard_experts(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    except ValueError as error:
+        return str(error)
+    return "none"
 
 
 @pytest.fixture(scope="module", params=sorted(TOKENS), ids="{} ranks".format)
@@ -200,12 +215,17 @@ def test_sharded_models_keep_their_state_dict(results: list[Any]) -> None:
     names = [f"model.layers.3.mlp.experts.{kind}" for kind in ("gate_up_proj", "down_proj")]
     local = [EXPERTS // len(results)] * 2
     expected = {"names": names, "local": local, "trained": [True, False], "same": True}
-    assert [r["sharded"] for r in results] == [expected] * len(results)
+    for found in (r["sharded"] for r in results):
+        other, dense = found.pop("refused")
+        assert found == expected
+        assert other.startswith("model.layers.0.mlp.experts: expected experts with gate_up_proj")
+        assert dense.startswith("model: expected fused experts, Qwen3ForCausalLM has none")
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_one_rank_matches_stock(load: str) -> None:
-    experts = block_of(build("qwen3_moe", torch.float64)).experts
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *OTHERS} & {*AVAILABLE}))
+def test_one_rank_matches_stock(family: str, load: str) -> None:
+    experts = block_of(build(family, torch.float64)).experts
     x, dx = tokens(11, torch.float64)
     args = experts, x, *routed(load, 11), dx
     expected = run_experts(*args)
@@ -214,15 +234,23 @@ def test_one_rank_matches_stock(load: str) -> None:
         close(actual[name], value)
 
 
+def test_one_rank_has_the_bits_of_stock_grouped_experts_in_bfloat16() -> None:
+    """A score of ours and of an unwrapped model differ by nothing."""
+    model = build("qwen3_moe", torch.bfloat16)
+    experts = block_of(model).experts
+    model.set_experts_implementation("grouped_mm")
+    x, _ = tokens(300, torch.bfloat16)
+    index, weights = routed("random", 300)
+    for dtype in (torch.bfloat16, torch.float32):
+        args = experts, x, index, weights.to(dtype)
+        assert torch.equal(expert_parallel(Ranks())(*args), experts(*args[1:]))
+
+
 def test_refuses_other_layouts_and_whole_experts() -> None:
     x, _ = tokens(3, torch.float32)
     routing = routed("random", 3)
-    config = AutoConfig.for_model(
-        "gpt_oss", num_hidden_layers=1, hidden_size=HIDDEN, num_local_experts=4, vocab_size=16
-    )
-    stock: Any = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="GptOssExperts: .* got transposed weights, biases"):
-        expert_parallel(Ranks())(block_of(stock).experts, x, *routing)
+        expert_parallel(Ranks())(block_of(gpt_oss()).experts, x, *routing)
     experts = block_of(build("qwen3_moe", torch.float32)).experts
     with pytest.raises(ValueError, match="gate_up_proj: expected the 4 experts .* got 8"):
         expert_parallel(Ranks(None, 0, 2))(experts, x, *routing)
