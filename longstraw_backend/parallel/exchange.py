@@ -5,11 +5,14 @@ Each operation is its own inverse's backward: what was gathered is summed back t
 was dealt out is collected again. Sums are made in order of rank: every repetition gives the same
 bits.
 
-Legend: R ranks, T tokens of the block, T/R those of a rank.
+Rows for experts are dealt unevenly: each rank says how many go where.
+
+Legend: R ranks, T tokens of the block, T/R those of a rank, S rows of any kind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "all_gathered", "all_to_all", "gather_tokens", "own_run", "swap", "whole"]
+__all__ = [
+    "Ranks",
+    "all_gathered",
+    "all_to_all",
+    "deal",
+    "gather_tokens",
+    "own_run",
+    "swap",
+    "whole",
+]
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,20 @@ def swap(parts: Tensor, ranks: Ranks) -> Tensor:
     return out
 
 
+def deal(rows: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Ranks) -> Tensor:
+    """Rows [S, ...], the first ``sent[0]`` for rank 0 and so on, go there; with gradient.
+
+    Args:
+        sent: rows for each rank, S together; 0 is fine.
+        received: rows from each rank: its ``sent`` for this one.
+
+    Returns:
+        [S', ...], S' the sum of ``received``: in order of rank.
+    """
+    out: Tensor = _Deal.apply(rows, list(sent), list(received), ranks)
+    return out
+
+
 def gather_tokens(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """All ranks' tokens, in order, along ``dim``; the gradient is summed over ranks."""
     out: Tensor = _GatherTokens.apply(x, ranks, dim)
@@ -83,6 +109,19 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dparts: Tensor) -> tuple[Tensor, None]:
         return all_to_all(dparts, ctx.ranks), None
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], ranks: Ranks
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.ranks = sent, received, ranks
+        return _dealt(rows, sent, received, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None, None]:
+        return _dealt(drows, ctx.received, ctx.sent, ctx.ranks), None, None, None
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -107,6 +146,14 @@ def own_run(x: Tensor, ranks: Ranks) -> Tensor:
     run = ranks.run(x.shape[-1])
     filled = torch.nn.functional.pad(x, (0, run * ranks.size - x.shape[-1]))
     return filled[..., ranks.rank * run : (ranks.rank + 1) * run]
+
+
+def _dealt(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Tensor:
+    if ranks.group is None:
+        return rows.clone()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=ranks.group)
+    return out
 
 
 def all_gathered(x: Tensor, ranks: Ranks) -> Tensor:
