@@ -41,7 +41,7 @@ def _forward(
     longstraw: Walk | None = None,
     **_: Any,
 ) -> Tensor:
-    walk = walk_of_call(longstraw, attention_mask, "gated delta net")
+    walk = walk_of_call(longstraw, attention_mask, "gated delta net", alone=True)
     x_BTC, z, b_BTN, a_BTN = _projected(mixer, hidden_states)
     before = _boundary(mixer, walk, x_BTC)
     mixed_BTC, conv = _convolved(mixer, x_BTC, before.conv)

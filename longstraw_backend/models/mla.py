@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longstraw_backend.kernels.index_topk import index_topk
-from longstraw_backend.kernels.spans import Span, consecutive
-from longstraw_backend.kernels.sparse_mla import dense_mla, sparse_mla
+from longstraw_backend.kernels.sparse_mla import dense_mla
+from longstraw_backend.parallel.exchange import Ranks
+from longstraw_backend.parallel.latent import owners_dense_mla, owners_sparse_mla
+from longstraw_backend.parallel.selection import owners_topk
 
 from .index_share import LayerKind
 from .mla_spec import IndexSpec, MlaSpec
 
-__all__ = ["MlaOutput", "Rope", "mla_attention", "rotate"]
+__all__ = ["MlaOutput", "Place", "Rope", "mla_attention", "rotate"]
 
 
 class Rope(NamedTuple):
@@ -39,6 +40,28 @@ class Rope(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class Place(NamedTuple):
+    """Where a block lies, and what of it and of the tokens before is on this rank.
+
+    Attributes:
+        start: absolute position of the block's first token.
+        tokens: of the block, of which the layer's input is this rank's run.
+        runs: positions of the resident tokens that this rank owns, ascending.
+        ranks: those that share the prompt.
+    """
+
+    start: int
+    tokens: int
+    runs: Sequence[range]
+    ranks: Ranks = Ranks()
+
+    @classmethod
+    def alone(cls, pages: Sequence[Tensor], tokens: int) -> Place:
+        """After pages that hold every token before."""
+        start = sum(page.shape[1] for page in pages)
+        return cls(start, tokens, [range(start)] if start else [])
 
 
 class MlaOutput(NamedTuple):
@@ -67,8 +90,11 @@ def mla_attention(
     index_pages: Sequence[Tensor] = (),
     selection_BSK: Tensor | None = None,
     latent_grads: Sequence[Tensor | None] | None = None,
+    place: Place | None = None,
 ) -> MlaOutput:
     """Attention of S new tokens over resident tokens and over themselves.
+
+    With several ranks every one calls it for its run of the block, and joins in the backward.
 
     Args:
         attn: the stock attention module; only its projections and norms are called.
@@ -82,11 +108,13 @@ def mla_attention(
             (a recomputation): scores over all keys are then not made again.
         latent_grads: for each of ``latent_pages`` where the backward adds its gradient, or None for
             a constant; one row only. By default all are constants.
+        place: by default this rank is alone, and the pages hold every token before.
 
     Raises:
         ValueError: a ``shared`` layer without a selection, or what the kernels refuse.
     """
     dtype = _compute_dtype(hidden_BSD)
+    place = place or Place.alone(latent_pages, hidden_BSD.shape[1])
     q_low = _low_rank_queries(attn, hidden_BSD)
     q_nope, q_rope = _queries(attn, spec, hidden_BSD, q_low, rope)
     latents = _latents(attn, spec, hidden_BSD, rope).to(dtype)
@@ -100,9 +128,9 @@ def mla_attention(
         index_keys = _index_keys(attn.indexer, spec.index, hidden_BSD, rope).to(dtype)
         if selection is None:
             selection = _select(
-                attn.indexer, spec.index, hidden_BSD, q_low, rope, index_keys, index_pages
+                attn.indexer, spec.index, hidden_BSD, q_low, rope, index_keys, index_pages, place
             )
-    out = _attend(spec, kind, q, latents, latent_pages, selection, latent_grads)
+    out = _attend(spec, kind, q, latents, latent_pages, selection, latent_grads, place)
     values = torch.einsum("bsnc,nvc->bsnv", out, w_value)
     hidden = attn.o_proj(values.flatten(2))
     return MlaOutput(hidden, latents, index_keys, None if kind == "dense" else selection)
@@ -171,9 +199,9 @@ def _absorbed_weights(kv_b_proj: nn.Module, spec: MlaSpec, like: Tensor) -> tupl
     return w_key, w_value
 
 
-def _rows(pages: Sequence[Tensor], row: int) -> list[Span]:
+def _rows(pages: Sequence[Tensor], row: int) -> list[Tensor]:
     """Pages of one row: those with a batch of one are shared by all."""
-    return consecutive(page[row if page.shape[0] > 1 else 0] for page in pages)
+    return [page[row if page.shape[0] > 1 else 0] for page in pages]
 
 
 def _turn_first(x: Tensor, rope: Rope, interleaved: bool) -> Tensor:
@@ -198,15 +226,16 @@ def _select(
     rope: Rope,
     keys: Tensor,
     pages: Sequence[Tensor],
+    place: Place,
 ) -> Tensor:
     """Selection of the new tokens, [B, S, K] int32."""
     q = indexer.wq_b(q_low).unflatten(-1, (spec.heads, spec.dim))
     q = _turn_first(q, rope, spec.interleaved).to(keys.dtype)
     weights = _head_weights(indexer.weights_proj, hidden) * spec.heads**-0.5
-    start = sum(page.shape[1] for page in pages)
-    k = min(spec.k, start + hidden.shape[1])
+    where: Any = dict(start=place.start, runs=place.runs, scale=spec.dim**-0.5)
+    where["k"] = min(spec.k, place.start + place.tokens)
     picked = [
-        index_topk(*row, _rows(pages, i), start=start, k=k, scale=spec.dim**-0.5)
+        owners_topk(*row, _rows(pages, i), place.ranks, **where)
         for i, row in enumerate(zip(q, weights, keys, strict=True))
     ]
     return torch.stack(picked)
@@ -227,19 +256,21 @@ def _attend(
     pages: Sequence[Tensor],
     selection: Tensor | None,
     grads: Sequence[Tensor | None] | None,
+    place: Place,
 ) -> Tensor:
     """Output in the latent space, [B, S, N, latent]."""
     if kind == "dense":
-        return dense_mla(
-            q, latents, pages, scale=spec.scale, value_dim=spec.latent, page_grads=grads
-        )
+        how: Any = dict(scale=spec.scale, value_dim=spec.latent, page_grads=grads)
+        if place.ranks.size == 1:
+            return dense_mla(q, latents, pages, **how)
+        resident = place.start > 0
+        return owners_dense_mla(q, latents, pages, place.ranks, resident=resident, **how)
     if selection is None:
         raise ValueError("selection: a shared layer needs that of a full layer before it")
-    start = sum(page.shape[1] for page in pages)
-    where: Any = dict(start=start, scale=spec.scale, value_dim=spec.latent)
+    where: Any = dict(start=place.start, runs=place.runs, scale=spec.scale, value_dim=spec.latent)
     where["page_grads"] = None if grads is None else [g if g is None else g[0] for g in grads]
     rows = [
-        sparse_mla(*row, _rows(pages, i), **where).out
+        owners_sparse_mla(*row, _rows(pages, i), place.ranks, **where).out
         for i, row in enumerate(zip(q, latents, selection, strict=True))
     ]
     return torch.stack(rows)

@@ -16,7 +16,7 @@ from longstraw_backend.state import LatentPage
 
 from .context import Walk, walk_of_call
 from .index_share import LayerKind, layer_kinds
-from .mla import MlaOutput, Rope, mla_attention
+from .mla import MlaOutput, Place, Rope, mla_attention
 from .mla_spec import MlaSpec, mla_spec
 
 __all__ = ["install"]
@@ -58,10 +58,11 @@ def _forward(
         [page.index_keys[:, 0] for page in pages if page.index_keys is not None],
         walk.selections.get(layer) if kind == "full" else prev_topk_indices,
         [None if sink is None else sink.latents[:, 0] for sink in sinks],
+        Place(walk.segment.stop, walk.tokens, walk.segment.runs, walk.ranks),
     )
     if out.selection is not None:
         walk.selections[layer] = out.selection
-    hidden = walk.left(layer, out.hidden, *_state(out))
+    hidden = walk.left(layer, out.hidden, *(x[:, :, : walk.real] for x in _state(out)))
     # GLM's decoder layer hands the selection on to the next
     hands_on = attn.config.model_type == "glm_moe_dsa"
     return (hidden, None, out.selection) if hands_on else (hidden, None)

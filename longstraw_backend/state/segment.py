@@ -47,6 +47,7 @@ class Segment:
         self.capacity = capacity
         self.layers = layers
         self._holds = 0
+        self._runs: list[range] = []
         self.tracked = cotangents is not None
         if cotangents is not None:
             for layer in layers:
@@ -56,6 +57,12 @@ class Segment:
     def stop(self) -> int:
         """Absolute position of the next token."""
         return self.start + self.length
+
+    @property
+    def runs(self) -> list[range]:
+        """Absolute positions of all visible tokens from position 0 that are on this rank."""
+        below = self.parent.runs if self.parent is not None else []
+        return below + [run for run in self._runs if run.start < self.stop]
 
     @property
     def nbytes(self) -> int:
@@ -103,13 +110,16 @@ class Segment:
         self._check_free()
         self.layers[layer].write(self.length, *values)
 
-    def commit(self, tokens: int, own: int | None = None) -> None:
-        """Make ``tokens`` written tokens of every layer visible; ``own`` of them, all by default,
+    def commit(self, tokens: int, own: slice | None = None) -> None:
+        """Make ``tokens`` written tokens of every layer visible; those of ``own``, by default all,
         are on this rank."""
         self._check_free()
         assert self.length + tokens <= self.capacity, f"segment holds {self.capacity} tokens"
+        mine = slice(0, tokens) if own is None else own
         for layer in self.layers:
-            layer.commit(self.length + tokens, tokens if own is None else own)
+            layer.commit(self.length + tokens, mine.stop - mine.start)
+        if mine.stop > mine.start:
+            self._runs.append(range(self.stop + mine.start, self.stop + mine.stop))
         self.length += tokens
 
     def _check_free(self) -> None:

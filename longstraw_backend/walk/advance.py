@@ -59,7 +59,7 @@ def advance(
             input_ids=mine, position_ids=positions.expand(mine.shape), longstraw=walk
         )
     if commit:
-        segment.commit(length, walk.real)
+        segment.commit(length, ranks.own(length))
     return out
 
 

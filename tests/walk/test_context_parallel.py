@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.walk.cases import batch, check, model, ours, tokens, walk
 from tests.walk.test_parity import MIXED
 
-FAMILIES = ("llama", "qwen3_moe")
+FAMILIES = ("llama", "qwen3_moe", "glm_moe_dsa", "deepseek_v3")
 GRADIENTS: tuple[Gradient, ...] = ("response_only", "exact")
 BLOCKS: dict[str, Any] = {"response_block": 5, "prompt_block": 7, "chunk_tokens": 7}
 
@@ -92,7 +92,7 @@ def test_state_is_shared_out(results: list[dict[Any, Any]], family: str) -> None
     assert sum(held) == one.store.nbytes
     per_token = one.store.nbytes / (39 + 22)
     blocks = 6 + 4
-    assert max(held) - min(held) <= blocks * per_token * 2  # a token a block and its rounding
+    assert max(held) - min(held) <= 4 * blocks * per_token  # the last run of a block may be short
 
 
 @pytest.mark.parametrize("family", FAMILIES)
