@@ -29,7 +29,7 @@ from longstraw_backend.state import Recurrent
 
 from .delta_heads import DeltaHeads
 
-__all__ = ["deal_channels", "deal_heads", "own_heads", "run_by_head"]
+__all__ = ["check_block", "deal_channels", "deal_heads", "own_heads", "run_by_head"]
 
 
 def run_by_head(
@@ -66,7 +66,7 @@ def run_by_head(
             tokens than real ones, or the state is not that of the rank's heads.
     """
     own = own_heads(heads, ranks)
-    _check(own, x_run, before, ranks, real)
+    check_block(own, x_run, before, ranks, real)
     parts = torch.cat(
         [
             deal_channels(heads, x_run, ranks.size),
@@ -117,6 +117,21 @@ def deal_heads(x_N: Tensor, size: int) -> Tensor:
     return dealt
 
 
+def check_block(
+    heads: DeltaHeads, x_run: Tensor, before: Recurrent, ranks: Ranks, real: int
+) -> None:
+    """Raise ValueError unless the block has so many tokens and ``before`` is of the heads."""
+    tokens = x_run.shape[1] * ranks.size
+    if not 1 <= real <= tokens:
+        raise ValueError(f"real: expected 1 to {tokens}, the tokens of the block, got {real}")
+    for name, x, like in zip(before._fields, before, heads.nothing(x_run), strict=True):
+        if x.shape != like.shape:
+            raise ValueError(
+                f"before.{name}: expected {list(like.shape)} for this rank's heads, "
+                f"got {list(x.shape)}"
+            )
+
+
 def _copies(heads: DeltaHeads, size: int) -> int:
     """On how many ranks a key head is."""
     keys, values = heads.key_heads, heads.value_heads
@@ -126,7 +141,7 @@ def _copies(heads: DeltaHeads, size: int) -> int:
         return size // keys
     raise ValueError(
         f"ranks: expected a divisor of {keys} key heads, or a multiple of them that divides "
-        f"{values} value heads, got {size}; use fewer ranks or split the layer by position"
+        f"{values} value heads, got {size}; use fewer ranks, or run_by_position"
     )
 
 
@@ -136,15 +151,3 @@ def _as_runs(out_BTNV: Tensor, run: int, ranks: Ranks) -> Tensor:
     padded = F.pad(out_BTNV, (0, 0, 0, 0, 0, padding))
     parts = padded.unflatten(1, (ranks.size, run)).movedim(1, 0)
     return swap(parts, ranks).movedim(0, 2).flatten(2, 3)
-
-
-def _check(own: DeltaHeads, x_run: Tensor, before: Recurrent, ranks: Ranks, real: int) -> None:
-    tokens = x_run.shape[1] * ranks.size
-    if not 1 <= real <= tokens:
-        raise ValueError(f"real: expected 1 to {tokens}, the tokens of the block, got {real}")
-    for name, x, like in zip(before._fields, before, own.nothing(x_run), strict=True):
-        if x.shape != like.shape:
-            raise ValueError(
-                f"before.{name}: expected {list(like.shape)} for this rank's heads, "
-                f"got {list(x.shape)}"
-            )

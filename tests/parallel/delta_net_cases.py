@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longstraw_backend.models.cotangents import collected, release
 from longstraw_backend.models.delta_by_head import deal_channels, deal_heads, run_by_head
+from longstraw_backend.models.delta_by_position import run_by_position
 from longstraw_backend.models.delta_heads import DeltaHeads
 from longstraw_backend.models.gated_delta_net import finished, projected
 from longstraw_backend.parallel.exchange import Ranks
@@ -61,11 +62,18 @@ class Inputs:
 Result = tuple[list[Tensor], Recurrent, dict[str, Tensor]]
 """Outputs by block, state after the last, gradients by name of the leaf."""
 
-LAYOUTS = (4, 4), (4, 8), (2, 4), (1, 4)
-FAMILIES = "qwen3_5", "qwen3_next"
+Layer = tuple[str, int, int]
+"""Family, key and value heads."""
+BY_HEAD: list[Layer] = [
+    ("qwen3_5", 4, 4),
+    ("qwen3_next", 4, 8),
+    ("qwen3_5", 2, 4),
+    ("qwen3_next", 1, 4),
+]
+BY_POSITION: list[Layer] = [("qwen3_5", 1, 1), ("qwen3_next", 2, 4)]
 
 
-def cases(world: int) -> list[Case]:
+def cases(world: int, layers: list[Layer]) -> list[Case]:
     """Blocks that are full, padded, over one chunk of the rule, mostly padding, and in a row."""
     plans = (
         ((5, 5 * world),),
@@ -74,8 +82,7 @@ def cases(world: int) -> list[Case]:
         ((1, 1),),
         ((2, world + 1), (1, world - 1), (7, 7 * world - 9)),
     )
-    found = product(FAMILIES, LAYOUTS, plans)
-    return [Case(family, *heads, plan) for family, heads, plan in found]
+    return [Case(*layer, plan) for layer, plan in product(layers, plans)]
 
 
 def inputs(case: Case, world: int) -> Inputs:
@@ -146,6 +153,14 @@ def by_head(case: Case, ranks: Ranks) -> Result:
     return _over_ranks(case, x, ranks, run_by_head, state, dstate)
 
 
+def by_position(case: Case, ranks: Ranks) -> Result:
+    """This rank's runs of the outputs, the whole state, and part of every gradient."""
+    x = inputs(case, ranks.size)
+    share = 2 * (ranks.rank + 1) / (ranks.size * (ranks.size + 1))
+    dstate = Recurrent(*(d * share for d in x.dafter))
+    return _over_ranks(case, x, ranks, run_by_position, x.before, dstate)
+
+
 def own_state(heads: DeltaHeads, state: Recurrent, ranks: Ranks) -> Recurrent:
     conv = deal_channels(heads, state.conv.mT, ranks.size)[ranks.rank].mT
     recurrent = deal_heads(state.recurrent.movedim(1, -1), ranks.size)[ranks.rank]
@@ -199,4 +214,9 @@ def _constant(state: Recurrent) -> Recurrent:
 
 def all_by_head(rank: int) -> list[Result]:
     ranks = Ranks.of(dist.group.WORLD)
-    return [by_head(case, ranks) for case in cases(ranks.size)]
+    return [by_head(case, ranks) for case in cases(ranks.size, BY_HEAD)]
+
+
+def all_by_position(rank: int) -> list[Result]:
+    ranks = Ranks.of(dist.group.WORLD)
+    return [by_position(case, ranks) for case in cases(ranks.size, BY_POSITION)]

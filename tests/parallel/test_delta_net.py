@@ -13,9 +13,12 @@ from longstraw_backend.models.delta_by_head import own_heads, run_by_head
 from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.tiny import _StaysWide
 from tests.parallel.delta_net_cases import (
+    BY_HEAD,
+    BY_POSITION,
     Case,
     Result,
     all_by_head,
+    all_by_position,
     cases,
     inputs,
     on_one_rank,
@@ -49,8 +52,17 @@ def check(case: Case, found: list[Result], own: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_heads_over_ranks(world: int, tmp_path: Any) -> None:
     by_case = zip(*run_ranks(all_by_head, world, tmp_path), strict=True)
-    for case, found in zip(cases(world), by_case, strict=True):
+    for case, found in zip(cases(world, BY_HEAD), by_case, strict=True):
         check(case, list(found), lambda h, s, rank, size: own_state(h, s, Ranks(None, rank, size)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_positions_over_ranks(world: int, tmp_path: Any) -> None:
+    by_case = zip(*run_ranks(all_by_position, world, tmp_path), strict=True)
+    for case, found in zip(cases(world, BY_POSITION), by_case, strict=True):
+        check(case, list(found), lambda heads, state, *_: state)
+        states = [state for _, state, _ in found]
+        assert all(torch.equal(x, xs[0]) for xs in zip(*states, strict=True) for x in xs)
 
 
 def test_a_rank_alone_computes_what_the_layer_does() -> None:
