@@ -68,22 +68,14 @@ class Walk:
         return release(out, cotangents, values)
 
 
-def walk_of_call(
-    longstraw: Walk | None, attention_mask: Any, mixer: str, *, alone: bool = False
-) -> Walk:
+def walk_of_call(longstraw: Walk | None, attention_mask: Any, mixer: str) -> Walk:
     """The walk that a mixer was called with.
 
-    Args:
-        alone: the mixer can't share a prompt with other ranks.
-
     Raises:
-        ValueError: there is none, or padding or another mask came with it, or other ranks where
-            there may be none.
+        ValueError: there is none, or padding or another mask came with it.
     """
     if longstraw is None or attention_mask is not None:
         raise ValueError(
             f"{mixer} 'longstraw': expected a walk and no mask; call longstraw_backend.walk.advance"
         )
-    if alone and longstraw.ranks.size > 1:
-        raise ValueError(f"{mixer}: ranks can't share a prompt yet; use context_parallel_size 1")
     return longstraw

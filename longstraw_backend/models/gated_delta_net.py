@@ -4,8 +4,7 @@ The stock forward keeps its state in a cache that it changes in place and that d
 versions of transformers, and runs single tokens through kernels without a backward. Ours is the
 same arithmetic over a value of state: projections, norm and output are the module's own.
 
-Legend: B rows, T tokens, D hidden size, C convolution channels (queries, keys, values), W width of
-the convolution, M key heads, N value heads, K and V their dims.
+Legend: B rows, T tokens, C convolution channels, N value heads, V their dim.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers.activations import ACT2FN
 
-from longstraw_backend.kernels.delta_rule import gated_delta_rule
 from longstraw_backend.kernels.staging import here
 from longstraw_backend.state import Recurrent
 
 from .context import Walk, walk_of_call
 from .cotangents import collected
+from .delta_by_head import can_share_heads, own_heads, run_by_head
+from .delta_by_position import run_by_position
+from .delta_heads import DeltaHeads
 
-__all__ = ["install"]
+__all__ = ["finished", "install", "projected"]
 
 
 def install(decoder_layer: Any) -> None:
@@ -41,24 +40,33 @@ def _forward(
     longstraw: Walk | None = None,
     **_: Any,
 ) -> Tensor:
-    walk = walk_of_call(longstraw, attention_mask, "gated delta net", alone=True)
-    x_BTC, z, b_BTN, a_BTN = _projected(mixer, hidden_states)
-    before = _boundary(mixer, walk, x_BTC)
-    mixed_BTC, conv = _convolved(mixer, x_BTC, before.conv)
-    q, k, v = _heads(mixer, mixed_BTC)
-    # float32 as in the stock module, also for float64 models
-    decay = -mixer.A_log.float().exp() * F.softplus(a_BTN.float() + mixer.dt_bias)
-    rule = _unit(q), _unit(k), v, decay, b_BTN.sigmoid(), before.recurrent
-    out_BTNV, recurrent = gated_delta_rule(*rule, final_state=walk.commit or walk.reverse)
-    if recurrent is not None:
-        out_BTNV = walk.left(mixer.layer_idx, out_BTNV, conv, recurrent)
-    dim = mixer.head_v_dim
-    normed: Tensor = mixer.norm(out_BTNV.reshape(-1, dim), z.reshape(-1, dim))
-    out: Tensor = mixer.out_proj(normed.reshape(*hidden_states.shape[:2], -1))
-    return out
+    walk = walk_of_call(longstraw, attention_mask, "gated delta net")
+    heads = DeltaHeads.of(mixer)
+    x_BTC, z, b_BTN, a_BTN = projected(mixer, hidden_states)
+    out_BTNV, after = _mixed(walk, mixer.layer_idx, heads, x_BTC, b_BTN, a_BTN)
+    if after is not None:
+        out_BTNV = walk.left(mixer.layer_idx, out_BTNV, *after)
+    return finished(mixer, out_BTNV, z)
 
 
-def _projected(mixer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _mixed(
+    walk: Walk, layer: int, heads: DeltaHeads, *tokens: Tensor
+) -> tuple[Tensor, Recurrent | None]:
+    """Outputs, and the state after the block if it is wanted, from columns, b and a.
+
+    Ranks that share the block own some heads each; more ranks than heads a run of tokens each.
+    """
+    ranks, wanted = walk.ranks, walk.commit or walk.reverse
+    if ranks.size == 1:
+        before = _boundary(walk, layer, tokens[0], heads)
+        return heads.run(*tokens, before, final_state=wanted)
+    shared = can_share_heads(heads, ranks.size)
+    before = _boundary(walk, layer, tokens[0], own_heads(heads, ranks) if shared else heads)
+    run = run_by_head if shared else run_by_position
+    return run(heads, *tokens, before, ranks, walk.tokens, final_state=wanted)
+
+
+def projected(mixer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Columns before the convolution [B, T, C], gate z, and b and a [B, T, N]."""
     if not hasattr(mixer, "in_proj_qkvz"):
         return (
@@ -73,48 +81,23 @@ def _projected(mixer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     return torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1), z, b, a
 
 
-def _boundary(mixer: Any, walk: Walk, x_BTC: Tensor) -> Recurrent:
+def finished(mixer: Any, out_BTNV: Tensor, z: Tensor) -> Tensor:
+    """Hidden states [B, T, D] from the rule's outputs and the gate."""
+    dim = mixer.head_v_dim
+    normed: Tensor = mixer.norm(out_BTNV.reshape(-1, dim), z.reshape(-1, dim))
+    hidden: Tensor = mixer.out_proj(normed.reshape(*out_BTNV.shape[:2], -1))
+    return hidden
+
+
+def _boundary(walk: Walk, layer: int, x_BTC: Tensor, heads: DeltaHeads) -> Recurrent:
     """State before the new tokens, for every row of theirs and on their device; zeros where nothing
     came before."""
     rows = x_BTC.shape[0]
-    resident: list[Recurrent] = walk.segment.resident(mixer.layer_idx)
-    if resident:
-        sinks = walk.segment.cotangents(mixer.layer_idx)[-1] or (None, None)
-        conv, recurrent = (
-            collected(here(x, x_BTC.device), into)
-            for x, into in zip(resident[-1], sinks, strict=True)
-        )
-        return Recurrent(conv.expand(rows, -1, -1), recurrent.expand(rows, -1, -1, -1))
-    wide = torch.promote_types(x_BTC.dtype, torch.float32)
-    heads = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
-    return Recurrent(
-        x_BTC.new_zeros(rows, x_BTC.shape[2], mixer.conv_kernel_size - 1),
-        x_BTC.new_zeros(rows, *heads, dtype=wide),
+    resident: list[Recurrent] = walk.segment.resident(layer)
+    if not resident:
+        return heads.nothing(x_BTC)
+    sinks = walk.segment.cotangents(layer)[-1] or (None, None)
+    conv, recurrent = (
+        collected(here(x, x_BTC.device), into) for x, into in zip(resident[-1], sinks, strict=True)
     )
-
-
-def _convolved(mixer: Any, x_BTC: Tensor, before_BCW: Tensor) -> tuple[Tensor, Tensor]:
-    """The causal convolution and its activation [B, T, C], and the last W - 1 columns of its input.
-
-    Those are a copy: a view would keep the whole chunk alive.
-    """
-    columns = torch.cat([before_BCW, x_BTC.transpose(1, 2)], dim=2)
-    weight, bias = mixer.conv1d.weight, mixer.conv1d.bias
-    mixed: Tensor = ACT2FN[mixer.activation](
-        F.conv1d(columns, weight, bias, groups=columns.shape[1])
-    )
-    return mixed.transpose(1, 2), columns[:, :, -before_BCW.shape[2] :].clone()
-
-
-def _heads(mixer: Any, mixed_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys [B, T, M, K] and values [B, T, N, V]."""
-    q, k, v = mixed_BTC.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
-    dims = (q, mixer.head_k_dim), (k, mixer.head_k_dim), (v, mixer.head_v_dim)
-    q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in dims)
-    return q, k, v
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Heads scaled to length 1, as the stock kernels do it (epsilon 1e-6 under the root)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return Recurrent(conv.expand(rows, -1, -1), recurrent.expand(rows, -1, -1, -1))

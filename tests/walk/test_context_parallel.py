@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from longstraw_backend.compare.distances import bitwise_equal, gradient_rel_l2
+from longstraw_backend.compare.settings import DELTA_NET_GRADIENT_BAR
 from longstraw_backend.compare.sides import replay_batch, score_batch
 from longstraw_backend.config import Gradient
 from longstraw_backend.kernels.logprob_head import LogProbs
@@ -19,10 +20,10 @@ from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.state import PromptKey
 from longstraw_backend.walk import GroupWalk, Meter, Sampling, generate
 from tests.ranks import run_ranks
-from tests.walk.cases import batch, check, model, ours, tokens, walk
+from tests.walk.cases import HYBRIDS, batch, check, model, ours, tokens, walk
 from tests.walk.test_parity import MIXED
 
-FAMILIES = ("llama", "qwen3_moe", "glm_moe_dsa", "deepseek_v3")
+FAMILIES = ("llama", "qwen3_moe", "glm_moe_dsa", "deepseek_v3", "qwen3_5")
 GRADIENTS: tuple[Gradient, ...] = ("response_only", "exact")
 BLOCKS: dict[str, Any] = {"response_block": 5, "prompt_block": 7, "chunk_tokens": 7}
 
@@ -79,12 +80,13 @@ def test_numbers_are_those_of_one_rank(
     for result in results:
         loss, rows, gradients, bitwise, _ = result[family, gradient]
         found = Outcome(loss, {i: LogProbs(*r) for i, r in rows.items()}, gradients)
-        check(found, expected)
-        assert gradient_rel_l2(gradients, expected.gradients) <= 1e-10
+        check(found, expected, family=family)
+        bar = DELTA_NET_GRADIENT_BAR if family in HYBRIDS else 1e-10
+        assert gradient_rel_l2(gradients, expected.gradients) <= bar
         assert bitwise
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(HYBRIDS)))
 def test_state_is_shared_out(results: list[dict[Any, Any]], family: str) -> None:
     one = walk(model(family), **BLOCKS)
     score_batch(one, *batch(MIXED))
