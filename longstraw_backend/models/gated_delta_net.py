@@ -43,14 +43,15 @@ def _forward(
     walk = walk_of_call(longstraw, attention_mask, "gated delta net")
     heads = DeltaHeads.of(mixer)
     x_BTC, z, b_BTN, a_BTN = projected(mixer, hidden_states)
-    out_BTNV, after = _mixed(walk, mixer.layer_idx, heads, x_BTC, b_BTN, a_BTN)
+    tokens = x_BTC, b_BTN, a_BTN
+    out_BTNV, after = _mixed(walk, mixer.layer_idx, heads, tokens)
     if after is not None:
         out_BTNV = walk.left(mixer.layer_idx, out_BTNV, *after)
     return finished(mixer, out_BTNV, z)
 
 
 def _mixed(
-    walk: Walk, layer: int, heads: DeltaHeads, *tokens: Tensor
+    walk: Walk, layer: int, heads: DeltaHeads, tokens: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Recurrent | None]:
     """Outputs, and the state after the block if it is wanted, from columns, b and a.
 
