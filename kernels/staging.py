@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from longstraw_backend.choices import STAGINGS, Staging
 
 __all__ = [
     "STAGINGS",
@@ -28,9 +29,6 @@ __all__ = [
     "reachable",
     "staged",
 ]
-
-Staging = Literal["segments", "layer"]
-STAGINGS: tuple[str, ...] = get_args(Staging)
 
 
 def reachable(x: Tensor, device: torch.device) -> bool:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from longstraw_backend.kernels.staging import STAGINGS, Staging
-from longstraw_backend.state import STATE_KINDS, Placement, StateKind
+from longstraw_backend.choices import (
+    STAGINGS,
+    STATE_KINDS,
+    CotangentDtype,
+    Gradient,
+    Staging,
+    StateKind,
+)
+
+if TYPE_CHECKING:
+    from longstraw_backend.state import Placement
 
 __all__ = ["Gradient", "LongStrawConfig"]
 
-Gradient = Literal["response_only", "exact"]
-CotangentDtype = Literal["float32", "bfloat16"]
 _POSITIVE_INTEGERS = (
     "response_block",
     "shared_tokens",
@@ -125,6 +132,8 @@ class LongStrawConfig:
     @property
     def placement(self) -> Placement:
         """Where prompt state rests."""
+        from longstraw_backend.state import Placement  # torch, which options do without
+
         return Placement(frozenset(self.host_state), self.staging)
 
     @classmethod

@@ -20,7 +20,7 @@ def test_defaults_are_valid() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"gradient": "both"}, "gradient: expected one of ('response_only',), got 'both'"),
+        ({"gradient": "both"}, "gradient: expected one of ('response_only', 'exact'), got 'both'"),
         ({"chunk_tokens": 0}, "chunk_tokens: expected a positive integer, got 0"),
         ({"chunk_tokens": -4}, "chunk_tokens: expected a positive integer, got -4"),
         ({"chunk_tokens": 4096.0}, "chunk_tokens: expected a positive integer, got 4096.0"),

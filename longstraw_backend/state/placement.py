@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from longstraw_backend.kernels.staging import Staging
+from longstraw_backend.choices import STATE_KINDS, Staging, StateKind
 
 __all__ = [
     "ON_DEVICE",
@@ -24,10 +23,6 @@ __all__ = [
     "room_for",
     "zeros_for",
 ]
-
-StateKind = Literal["attention", "latent", "recurrent"]
-"""Keys and values of attention; latents and index keys of MLA; states of gated delta nets."""
-STATE_KINDS: tuple[str, ...] = get_args(StateKind)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,7 @@ def _everything(rank: int) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, Any]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    return {world: run_ranks(_everything, world, folder / str(world)) for world in CASES}
+    return {w: run_ranks(_everything, w, tmp_path_factory.mktemp("ranks")) for w in CASES}
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def _plant(stock: Any, planted: int) -> None:
 
 def _selected(driven: DrivenModel, block: Tensor, segment: Segment) -> Tensor:
     """What the first layer selects for a block that is then committed, [1, T, K]."""
-    call = Walk(segment, commit=True, head=None)
+    call = Walk(segment, commit=True, head=None, tokens=block.numel())
     positions = torch.arange(segment.stop, segment.stop + block.numel())
     with torch.no_grad():
         driven.module(input_ids=block[None], position_ids=positions[None], longstraw=call)
