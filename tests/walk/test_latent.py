@@ -164,7 +164,8 @@ def test_the_last_token_changes_no_log_prob_before_it(family: str) -> None:
     before = _log_probs(one, path, 90)
     path[-2] = (path[-2] + 1) % VOCAB  # the last one that is an input
     after = _log_probs(one, path, 90)
-    assert torch.equal(before[:-2], after[:-2])
+    # an expert that gets one token more or less rounds the others' last bits another way
+    assert torch.allclose(before[:-2], after[:-2], rtol=0, atol=1e-12)
     assert (before[-1] - after[-1]).abs() > 1e-6
 
 
