@@ -69,7 +69,7 @@ class TokenPages(LayerState):
 
     def commit(self, length: int, own: int) -> None:
         """Remember how many of the tokens are here; pages are cut to that when they are read."""
-        self._own[length] = self._own[max(self._own)] + own
+        self._own[length] = self._own[next(reversed(self._own))] + own
 
     def _here(self, length: int) -> int:
         """How many of the first ``length`` tokens this rank has."""

@@ -60,9 +60,14 @@ class Segment:
 
     @property
     def runs(self) -> list[range]:
-        """Absolute positions of all visible tokens from position 0 that are on this rank."""
+        """Absolute positions of all visible tokens from position 0 that are on this rank: a run a
+        block or, where this rank has them all, one a segment."""
         below = self.parent.runs if self.parent is not None else []
-        return below + [run for run in self._runs if run.start < self.stop]
+        return below + [
+            range(run.start, min(run.stop, self.stop))
+            for run in self._runs
+            if run.start < self.stop
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +124,10 @@ class Segment:
         for layer in self.layers:
             layer.commit(self.length + tokens, mine.stop - mine.start)
         if mine.stop > mine.start:
-            self._runs.append(range(self.stop + mine.start, self.stop + mine.stop))
+            start = self.stop + mine.start
+            if self._runs and self._runs[-1].stop == start:
+                start = self._runs.pop().start
+            self._runs.append(range(start, self.stop + mine.stop))
         self.length += tokens
 
     def _check_free(self) -> None:

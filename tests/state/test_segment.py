@@ -134,3 +134,26 @@ def test_bytes_are_those_of_all_layers_without_parents() -> None:
     with root.branch(1) as branch:
         extend(branch, 4, 1)
         assert branch.nbytes == LAYERS * 2 * 1 * 2 * 4
+
+
+def test_positions_of_a_rank_that_has_all_are_one_run_a_segment() -> None:
+    root = root_segment(8, 3)
+    for first in (0, 3, 5):
+        extend(root, first, 2 if first else 3)
+    assert root.runs == [range(7)]
+    assert root.before(3).runs == [range(3)]
+    with root.branch(2) as response:
+        extend(response, 7, 1)
+        assert response.runs == [range(7), range(7, 8)]
+
+
+def test_positions_of_a_rank_that_has_a_share_are_a_run_a_block() -> None:
+    segment = Segment([KVPages(4, 3) for _ in range(LAYERS)], 12)
+    for own in (slice(0, 2), slice(4, 4), slice(2, 4)):
+        for layer in range(LAYERS):
+            tokens = segment.stop + own.start, own.stop - own.start
+            segment.write(layer, *content(layer, *tokens))
+        segment.commit(4, own)
+    assert segment.runs == [range(2), range(10, 12)]
+    assert seen(segment, 0) == [0, 1, 10, 11]
+    assert segment.before(8).runs == segment.before(4).runs == [range(2)]
