@@ -25,9 +25,9 @@ from torch import Tensor
 from longstraw_backend.kernels.staging import Staging, reachable
 
 from .partial import Impl, choose_impl, get_partial
-from .parts import How, Merge, Page, back_over_own, back_over_pages, over_own, over_pages
+from .parts import How, Merge, Page, back_over_own, back_over_pages, over_own, over_pages, pages_of
 
-__all__ = ["segment_attention"]
+__all__ = ["check_inputs", "how_to", "segment_attention"]
 
 
 def segment_attention(
@@ -54,7 +54,6 @@ def segment_attention(
             allow.
         staging: how pages in CPU memory come to the device, in the forward and again in the
             backward; see ``staged``. It changes no bit, and the graph keeps no copy.
-
         page_grads: for each page where the backward adds its gradient, in place, or None for a
             constant; by default all are. Same shapes as the page, batch 1 or B; wider dtypes and
             CPU memory are welcome.
@@ -66,16 +65,21 @@ def segment_attention(
     Raises:
         ValueError: a shape, dtype or device does not fit; the text says which.
     """
-    _check(q_BNTH, k_BKTH, v_BKTH, pages)
-    impl = choose_impl(q_BNTH.device, q_BNTH.dtype) if impl is None else impl
-    flat = [t for page in pages for t in page]
+    check_inputs(q_BNTH, k_BKTH, v_BKTH, pages)
+    how = how_to(q_BNTH, scale, impl, staging)
     grads = [None] * len(pages) if page_grads is None else list(page_grads)
-    how = How(scale, get_partial(impl), staging)
+    flat = [t for page in pages for t in page]
     out: Tensor = _SegmentAttention.apply(q_BNTH, k_BKTH, v_BKTH, how, grads, *flat)
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
+def how_to(q: Tensor, scale: float, impl: Impl | None, staging: Staging) -> How:
+    """The kernel that was asked for, or the one for the device and dtype of q."""
+    return How(scale, get_partial(impl or choose_impl(q.device, q.dtype)), staging)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
+    """Raise ValueError, naming the argument, unless all go together."""
     if q.dim() != 4 or q.shape[2] == 0:  # no tokens end the process in torch's kernels
         raise ValueError(f"q: expected [B, N, T, H] with T >= 1, got {tuple(q.shape)}")
     rows, heads, tokens, dim = q.shape
@@ -112,10 +116,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Page]) -> None:
             )
 
 
-def _pairs(flat: Sequence[Tensor]) -> list[Page]:
-    return [Page(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
-
-
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ class _SegmentAttention(torch.autograd.Function):
         *flat: Tensor,
     ) -> Tensor:
         merged = Merge(*over_own(q, k, v, how))
-        over_pages(merged, q, _pairs(flat), how)
+        over_pages(merged, q, pages_of(flat), how)
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse, *flat)
         ctx.how, ctx.page_grads = how, page_grads
@@ -138,5 +138,5 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *flat = ctx.saved_tensors
         dq, dk, dv = back_over_own(dout, q, k, v, out, lse, ctx.how)
-        back_over_pages(dq, dout, q, out, lse, _pairs(flat), ctx.page_grads, ctx.how)
+        back_over_pages(dq, dout, q, out, lse, pages_of(flat), ctx.page_grads, ctx.how)
         return (dq.to(q.dtype), dk, dv, *([None] * (2 + len(flat))))

@@ -17,7 +17,16 @@ from longstraw_backend.kernels.staging import Staging, add_over, staged
 
 from .partial import Partial
 
-__all__ = ["How", "Merge", "Page", "back_over_own", "back_over_pages", "over_own", "over_pages"]
+__all__ = [
+    "How",
+    "Merge",
+    "Page",
+    "back_over_own",
+    "back_over_pages",
+    "over_own",
+    "over_pages",
+    "pages_of",
+]
 
 
 class Page(NamedTuple):
@@ -28,6 +37,11 @@ class Page(NamedTuple):
 
     k: Tensor
     v: Tensor
+
+
+def pages_of(flat: Sequence[Tensor]) -> list[Page]:
+    """Pages from their tensors one after another, as autograd takes them."""
+    return [Page(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
 
 
 class How(NamedTuple):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longstraw_backend.kernels.segment_attention import segment_attention
 from longstraw_backend.parallel.attention import owners_attention
 
 from .context import Walk, walk_of_call
@@ -36,15 +35,18 @@ def _attention(
     walk = walk_of_call(longstraw, attention_mask, "attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = _common_dtype(query, key, value)
-    segment, pages = walk.segment, walk.segment.resident(layer)
-    options: dict[str, Any] = dict(
-        scale=scaling, staging=segment.staging, page_grads=segment.cotangents(layer)
+    segment = walk.segment
+    out = owners_attention(
+        query,
+        key,
+        value,
+        segment.resident(layer),
+        walk.ranks,
+        resident=segment.stop > 0,
+        scale=scaling,
+        staging=segment.staging,
+        page_grads=segment.cotangents(layer),
     )
-    if walk.ranks.size == 1:
-        out = segment_attention(query, key, value, pages, **options)
-    else:
-        resident = segment.stop > 0
-        out = owners_attention(query, key, value, pages, walk.ranks, resident=resident, **options)
     real = (x[:, :, : walk.real] for x in (key, value))
     return walk.left(layer, out.transpose(1, 2), *real), None
 

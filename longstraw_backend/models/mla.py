@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longstraw_backend.kernels.sparse_mla import dense_mla
 from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.parallel.latent import owners_dense_mla, owners_sparse_mla
 from longstraw_backend.parallel.selection import owners_topk
@@ -261,8 +260,6 @@ def _attend(
     """Output in the latent space, [B, S, N, latent]."""
     if kind == "dense":
         how: Any = dict(scale=spec.scale, value_dim=spec.latent, page_grads=grads)
-        if place.ranks.size == 1:
-            return dense_mla(q, latents, pages, **how)
         resident = place.start > 0
         return owners_dense_mla(q, latents, pages, place.ranks, resident=resident, **how)
     if selection is None:

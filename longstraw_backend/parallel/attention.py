@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstraw_backend.kernels.segment_attention import Impl, Page, choose_impl
-from longstraw_backend.kernels.segment_attention.partial import get_partial
+from longstraw_backend.kernels.segment_attention import Impl, Page, segment_attention
+from longstraw_backend.kernels.segment_attention.api import check_inputs, how_to
 from longstraw_backend.kernels.segment_attention.parts import (
     How,
     Merge,
@@ -38,10 +38,11 @@ from longstraw_backend.kernels.segment_attention.parts import (
     back_over_pages,
     over_own,
     over_pages,
+    pages_of,
 )
 from longstraw_backend.kernels.staging import Staging
 
-from .exchange import Ranks, all_gathered, all_to_all
+from .exchange import Ranks, all_to_all, by_run, side_by_side, summed_run
 
 __all__ = ["owners_attention"]
 
@@ -74,9 +75,15 @@ def owners_attention(
     Returns:
         [B, N, T/R, H] in the dtype of q. Differentiable in q, k and v; gradients of pages come
         through ``page_grads`` alone. Nothing depends on the order in which messages arrive.
+
+    Raises:
+        ValueError: see ``segment_attention``; before anything is sent.
     """
-    impl = choose_impl(q.device, q.dtype) if impl is None else impl
-    how = How(scale, get_partial(impl), staging)
+    if ranks.size == 1:
+        options: Any = dict(scale=scale, impl=impl, staging=staging, page_grads=page_grads)
+        return segment_attention(q, k, v, pages, **options)
+    check_inputs(q, k, v, pages)
+    how = how_to(q, scale, impl, staging)
     grads = [None] * len(pages) if page_grads is None else list(page_grads)
     flat = [t for page in pages for t in page]
     out: Tensor = _OwnersAttention.apply(q, k, v, how, ranks, resident, grads, *flat)
@@ -96,7 +103,7 @@ class _OwnersAttention(torch.autograd.Function):
         page_grads: Sequence[Page | None],
         *flat: Tensor,
     ) -> Tensor:
-        pages = [Page(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
+        pages = pages_of(flat)
         merged = Merge(*over_own(q, k, v, how))
         over_pages(merged, q, _runs_before(k, v, ranks), how)
         if resident:
@@ -111,45 +118,37 @@ class _OwnersAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *flat = ctx.saved_tensors
         ranks: Ranks = ctx.ranks
-        pages = [Page(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
         dout = dout.contiguous()
         dq, dk, dv = _back_of_block(dout, q, k, v, out, lse, ranks, ctx.how)
         if ctx.resident:
-            dout_, q_, out_, lse_ = (_whole(x, ranks) for x in (dout, q, out, lse[..., None]))
+            dout_, q_, out_, lse_ = (
+                side_by_side(x, ranks, TOKENS) for x in (dout, q, out, lse[..., None])
+            )
             dq_block = torch.zeros(q_.shape, dtype=lse.dtype, device=q.device)
             how, grads = ctx.how, ctx.page_grads
-            back_over_pages(dq_block, dout_, q_, out_, lse_[..., 0], pages, grads, how)
-            dq += all_to_all(_by_run(dq_block, ranks), ranks).sum(0)
+            back_over_pages(dq_block, dout_, q_, out_, lse_[..., 0], pages_of(flat), grads, how)
+            dq += summed_run(dq_block, ranks, TOKENS)
         return (dq.to(q.dtype), dk, dv, *([None] * (4 + len(flat))))
-
-
-def _whole(x: Tensor, ranks: Ranks) -> Tensor:
-    """All runs' tokens side by side."""
-    return torch.cat(list(all_gathered(x, ranks)), TOKENS)
-
-
-def _by_run(x: Tensor, ranks: Ranks) -> Tensor:
-    """Tokens of the block to [R, ..., T/R, ...]."""
-    return torch.stack(x.chunk(ranks.size, TOKENS))
 
 
 def _runs_before(k: Tensor, v: Tensor, ranks: Ranks) -> list[Page]:
     """Keys and values of the block's runs before this rank's, as one page; all ranks gather."""
     stop = ranks.rank * k.shape[TOKENS]
-    before = [_whole(x, ranks)[:, :, :stop] for x in (k, v)]
+    before = [side_by_side(x, ranks, TOKENS)[:, :, :stop] for x in (k, v)]
     return [Page(*before)] if stop else []
 
 
 def _of_owners(q: Tensor, pages: Sequence[Page], ranks: Ranks, how: How) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of this run's queries over each owner's pages, [R, ...]."""
-    block = _whole(q, ranks)
+    block = side_by_side(q, ranks, TOKENS)
     merged = over_pages(None, block, pages, how)
     if merged is None:
         wide = torch.promote_types(q.dtype, torch.float32)
         nothing = torch.full(block.shape[:3], float("-inf"), dtype=wide, device=q.device)
         merged = Merge(torch.zeros_like(block), nothing)
-    out = all_to_all(_by_run(merged.out.to(q.dtype), ranks), ranks)
-    return out, all_to_all(_by_run(merged.lse, ranks), ranks)
+    parts = merged.out.to(q.dtype), merged.lse
+    out, lse = (all_to_all(by_run(x, ranks, TOKENS), ranks) for x in parts)
+    return out, lse
 
 
 def _back_of_block(
@@ -172,5 +171,5 @@ def _back_of_block(
     back_over_pages(dq, dout, q, out, lse, before, given, how)
     for total, part in zip(sums, own, strict=True):
         total[:, :, start : start + length] += part
-    dk, dv = (all_to_all(_by_run(x, ranks), ranks).sum(0).to(k.dtype) for x in sums)
+    dk, dv = (summed_run(x, ranks, TOKENS).to(k.dtype) for x in sums)
     return dq, dk, dv

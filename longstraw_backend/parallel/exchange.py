@@ -24,9 +24,12 @@ __all__ = [
     "Ranks",
     "all_gathered",
     "all_to_all",
+    "by_run",
     "deal",
     "gather_tokens",
     "own_run",
+    "side_by_side",
+    "summed_run",
     "swap",
     "whole",
 ]
@@ -128,12 +131,26 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return torch.cat(list(all_gathered(x, ranks)), dim)
+        return side_by_side(x, ranks, dim)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        parts = torch.stack(dx.chunk(ctx.ranks.size, ctx.dim))
-        return all_to_all(parts, ctx.ranks).sum(0), None, None
+        return summed_run(dx, ctx.ranks, ctx.dim), None, None
+
+
+def side_by_side(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """All ranks' runs as a block along ``dim``. Without gradient."""
+    return torch.cat(list(all_gathered(x, ranks)), dim)
+
+
+def by_run(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """A block along ``dim`` as its runs, [R, ...]."""
+    return torch.stack(x.chunk(ranks.size, dim))
+
+
+def summed_run(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """This rank's run of the sum over ranks of what each has for the block."""
+    return all_to_all(by_run(x, ranks, dim), ranks).sum(0)
 
 
 def whole(x: Tensor, tokens: int, ranks: Ranks) -> Tensor:
