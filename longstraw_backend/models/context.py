@@ -29,10 +29,10 @@ class Walk:
         commit: write what the new tokens leave to the segment (capture, decode) or leave the state
             as it is (score, replay).
         head: what to return; None returns nothing, or the last hidden states of a reverse walk.
+        tokens: of the block, of which this rank computes its run.
         checkpointing: recompute each decoder layer in the backward.
         reverse: the new tokens are those of the segment's that follow: what cotangents they have
             of what they leave flow in when the backward comes to it.
-        tokens: of the block, of which this rank computes its run.
         ranks: this rank among those that share the block.
         selections: by layer, what an indexer selected in this call, [B, T, K]: a recomputation of
             the layer takes it instead of scoring all keys again.
@@ -41,9 +41,9 @@ class Walk:
     segment: Segment
     commit: bool
     head: Head | None
+    tokens: int
     checkpointing: bool = False
     reverse: bool = False
-    tokens: int = 0
     ranks: Ranks = Ranks()
     selections: dict[int, Tensor] = field(default_factory=dict)
 

@@ -53,7 +53,7 @@ def advance(
     mine = own_run(tokens_BT, ranks)
     first = segment.stop + ranks.rank * mine.shape[1]
     positions = torch.arange(first, first + mine.shape[1], device=mine.device)
-    walk = Walk(segment, commit, head, checkpointing, reverse, length, ranks)
+    walk = Walk(segment, commit, head, length, checkpointing, reverse, ranks)
     with torch.set_grad_enabled(grad):
         out: tuple[Tensor, ...] = model.module(
             input_ids=mine, position_ids=positions.expand(mine.shape), longstraw=walk

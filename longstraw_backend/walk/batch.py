@@ -30,15 +30,14 @@ def captured_in_lockstep(
     walk: GroupWalk, group: Group | None, key: PromptKey | None, meter: Meter, lockstep: Lockstep
 ) -> Segment | None:
     """The group's prompt state; other ranks may take more chunks, or have no group at all."""
-    own = 0
+    own, segment = 0, None
     if group is not None and key is not None and walk.stored(key) is None:
         own = num_chunks(group.prompt.numel(), walk.config.capture_tokens)
     (most,) = lockstep.most([own])
-    segment = (
-        walk.captured(group.prompt, key, meter) if group is not None and key is not None else None
-    )
+    if group is not None and key is not None:
+        segment = walk.captured(group.prompt, key, meter)
     for _ in range(most - own):
-        _idle_capture(walk.model)
+        _idle(walk.model, head=False, grad=False)
     return segment
 
 
@@ -74,7 +73,7 @@ class BatchRun:
         ]
         plan = agreed_runs(self.lockstep, [run_lengths(k for k, _ in p) for p in passes])
         backwards = sum(n for runs in plan for i, n in enumerate(runs) if i % len(Pass))
-        pace = Pace(lambda kind: _idle(self.walk.model, kind), self.last, backwards)
+        pace = Pace(self._idle, self.last, backwards)
         with tqdm(
             total=sum(tokens for p in passes for _, tokens in p),
             unit="tok",
@@ -90,6 +89,9 @@ class BatchRun:
                 if here and segment is not None:
                     self._group(groups[slot], trees[slot], segment, pace, bar)
                 pace.finish()
+
+    def _idle(self, kind: Pass) -> None:
+        _idle(self.walk.model, head=kind != Pass.PROMPT, grad=kind != Pass.SCORE)
 
     @property
     def _verb(self) -> str:
@@ -120,27 +122,22 @@ class BatchRun:
                 walk.reverse_prompt(group, segment)
 
 
-def _idle(model: DrivenModel, kind: Pass) -> None:
+def _idle(model: DrivenModel, *, head: bool, grad: bool) -> None:
     """A pass that changes nothing, for a rank that others wait for: it must gather what they do,
-    the output embedding too if they use the head."""
+    the output embedding too if they use the head. A gradient without it is a prompt's."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    head = log_probs_head(token[0], 1.0, entropy=False, chunk_tokens=1)
+    log_probs = log_probs_head(token[0], 1.0, entropy=False, chunk_tokens=1) if head else None
     out = advance(
         model,
         token,
         model.segment(0, 1),
-        grad=kind != Pass.SCORE,
+        grad=grad,
         commit=False,
-        reverse=kind == Pass.PROMPT,
-        head=None if kind == Pass.PROMPT else head,
+        reverse=grad and not head,
+        head=log_probs,
     )
-    if kind != Pass.SCORE:
+    if grad:
         (out[0].sum() * 0.0).backward()
-
-
-def _idle_capture(model: DrivenModel) -> None:
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    advance(model, token, model.segment(0, 1), commit=False)
 
 
 def _no_log_probs(model: DrivenModel) -> LogProbs:

@@ -43,13 +43,17 @@ def passes_of(
 
 def _passes_of_node(node: Node, config: LongStrawConfig, grad: bool) -> Iterator[tuple[Pass, int]]:
     sizes = [p.stop - p.start for p in spans(node.inputs.numel(), config.response_block)]
-    inner = len(sizes) > 1 or bool(node.children)
-    if inner or not grad:
+    if _is_inner(node, config) or not grad:
         yield from ((Pass.SCORE, size) for size in sizes)
     for child in node.children:
         yield from _passes_of_node(child, config, grad)
     if grad:
         yield from ((Pass.REPLAY, size) for size in reversed(sizes))
+
+
+def _is_inner(node: Node, config: LongStrawConfig) -> bool:
+    """Whether something comes after a first block of the node."""
+    return bool(node.children) or node.inputs.numel() > config.response_block
 
 
 @dataclass
@@ -74,7 +78,7 @@ class ResponseWalk:
     def score(self, tree: Sequence[Node], below: Segment, path: Sequence[LogProbs] = ()) -> None:
         """Log-probs of all rows, without a graph, over the state ``below``."""
         for node in tree:
-            if not self._is_inner(node):
+            if not _is_inner(node, self.config):
                 with self._turn(Pass.SCORE, node.inputs.numel()):
                     out = predict(self.model, self._block(node), below)
                 values = seen(out, node.inputs.numel(), self.model.ranks)
@@ -89,17 +93,15 @@ class ResponseWalk:
         """The same, and the gradient of all losses. Cotangents of ``below`` add up in it if it is
         tracked."""
         for node in tree:
-            if self._is_inner(node):
+            if _is_inner(node, self.config):
                 self._replay_inner(node, below, path)
             else:
                 self._replay_leaf(node, below, path)
 
     def _replay_leaf(self, node: Node, below: Segment, path: Sequence[LogProbs]) -> None:
         with self._turn(Pass.REPLAY, node.inputs.numel()):
-            checkpointing = bool(self.config.activation_checkpointing)
-            out = predict(
-                self.model, self._block(node), below, grad=True, checkpointing=checkpointing
-            )
+            block, again = self._block(node), self._checkpointing
+            out = predict(self.model, block, below, grad=True, checkpointing=again)
             leaves = recorded(seen(out, node.inputs.numel(), self.model.ranks))
             self._finish(node, [*path, leaves])
             backward_of(out, leaves, self.model.ranks)
@@ -124,7 +126,7 @@ class ResponseWalk:
                 segment,
                 self.config.response_block,
                 turn,
-                checkpointing=bool(self.config.activation_checkpointing),
+                checkpointing=self._checkpointing,
             )
 
     def reverse_prompt(self, group: Group, segment: Segment) -> None:
@@ -136,8 +138,12 @@ class ResponseWalk:
             segment,
             self.config.capture_tokens,
             lambda tokens: self._turn(Pass.PROMPT, tokens),
-            checkpointing=bool(self.config.activation_checkpointing),
+            checkpointing=self._checkpointing,
         )
+
+    @property
+    def _checkpointing(self) -> bool:
+        return bool(self.config.activation_checkpointing)
 
     def _branch(
         self, node: Node, below: Segment, cotangents: torch.dtype | None = None
@@ -145,9 +151,6 @@ class ResponseWalk:
         tokens = node.inputs.numel()
         room = own_tokens(tokens, self.config.response_block, self.model.ranks)
         return below.branch(tokens, cotangents, room)
-
-    def _is_inner(self, node: Node) -> bool:
-        return bool(node.children) or node.inputs.numel() > self.config.response_block
 
     def _block(self, node: Node) -> Block:
         return Block(
