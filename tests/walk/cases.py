@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from longstraw_backend.compare.distances import Distance, distance
 from longstraw_backend.compare.settings import DELTA_NET_GRADIENT_BAR
-from longstraw_backend.compare.sides import driven, replay_batch, walk_of
+from longstraw_backend.compare.sides import driven, measured, replay_batch, walk_of
 from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.groups import Group, group_rows
+from longstraw_backend.models import DrivenModel
 from longstraw_backend.oracle import Mode, Objective, Outcome, ordinary_training
 from longstraw_backend.state import Segment
 from longstraw_backend.tiny import AVAILABLE, tiny_model
-from longstraw_backend.walk import Block, GroupWalk, predict
+from longstraw_backend.walk import Block, GroupWalk, advance, predict
 
 __all__ = [
     "BARS",
@@ -25,6 +26,7 @@ __all__ = [
     "VOCAB",
     "batch",
     "check",
+    "chunk_peak",
     "log_probs",
     "model",
     "one_group",
@@ -87,6 +89,16 @@ def theirs(
 ) -> Outcome:
     """Ordinary autograd."""
     return ordinary_training(stock, groups, objective, mode=mode)
+
+
+def chunk_peak(driven: DrivenModel, prompt: int, chunk: int) -> int:
+    """Peak bytes of one capture chunk after ``prompt`` tokens."""
+    segment = driven.segment(prompt + 2 * chunk, 1 << 20)
+    with torch.no_grad():
+        for block in tokens(prompt, 1).split(512):
+            advance(driven, block[None], segment)
+        block = tokens(chunk, 2)[None]
+        return measured(lambda: advance(driven, block, segment), torch.device("cpu")).peak_bytes
 
 
 def log_probs(

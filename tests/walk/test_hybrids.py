@@ -8,12 +8,21 @@ import pytest
 import torch
 
 from longstraw_backend.compare.distances import gradient_rel_l2
-from longstraw_backend.compare.sides import measured
-from longstraw_backend.models import DrivenModel
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, Segment
-from longstraw_backend.walk import Meter, Sampling, advance, decode
-from tests.walk.cases import HYBRIDS, check, log_probs, model, one_group, ours, theirs, tokens, walk
+from longstraw_backend.walk import Meter, Sampling, decode
+from tests.walk.cases import (
+    HYBRIDS,
+    check,
+    chunk_peak,
+    log_probs,
+    model,
+    one_group,
+    ours,
+    theirs,
+    tokens,
+    walk,
+)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 PATTERNS = {
@@ -128,19 +137,8 @@ def test_state_has_the_bytes_of_the_formula(family: str, prompt: int) -> None:
     assert segment.nbytes == _state_bytes(stock.config, prompt)
 
 
-def _chunk_peak(driven: DrivenModel, prompt: int, chunk: int) -> int:
-    """Peak bytes of one capture chunk after ``prompt`` tokens."""
-    segment = driven.segment(prompt + 2 * chunk, 1 << 20)
-    with torch.no_grad():
-        for block in tokens(prompt, 1).split(512):
-            advance(driven, block[None], segment)
-        block = tokens(chunk, 2)[None]
-        work = lambda: advance(driven, block, segment)  # noqa: E731
-        return measured(work, torch.device("cpu")).peak_bytes
-
-
 @families
 def test_peak_memory_of_a_chunk_does_not_grow_with_the_prompt(family: str) -> None:
     driven = walk(model(family, torch.float32)).model
-    short, long = (_chunk_peak(driven, prompt, 64) for prompt in (512, 4096))
+    short, long = (chunk_peak(driven, prompt, 64) for prompt in (512, 4096))
     assert long <= 1.005 * short

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from longstraw_backend.compare.distances import gradient_rel_l2
-from longstraw_backend.compare.sides import measured
 from longstraw_backend.groups import prompt_digest
 from longstraw_backend.kernels.index_topk import api, scores
 from longstraw_backend.models import DrivenModel, Walk
 from longstraw_backend.oracle_latent import latent_attentions
 from longstraw_backend.parallel import Lockstep
 from longstraw_backend.state import PromptKey, Segment
-from longstraw_backend.walk import GroupWalk, Meter, Sampling, advance, generate
+from longstraw_backend.walk import GroupWalk, Meter, Sampling, generate
 from tests.walk.cases import (
     LATENT,
     VOCAB,
     check,
+    chunk_peak,
     log_probs,
     model,
     one_group,
@@ -128,23 +128,13 @@ def test_state_has_the_bytes_of_the_formula(family: str, prompt: int) -> None:
     assert segment.nbytes == _state_bytes(stock.config, prompt)
 
 
-def _chunk_peak(driven: DrivenModel, prompt: int, chunk: int) -> int:
-    """Peak bytes of one capture chunk after ``prompt`` tokens."""
-    segment = driven.segment(prompt + 2 * chunk, 1 << 20)
-    with torch.no_grad():
-        for block in tokens(prompt, 1).split(512):
-            advance(driven, block[None], segment)
-        block = tokens(chunk, 2)[None]
-        return measured(lambda: advance(driven, block, segment), torch.device("cpu")).peak_bytes
-
-
 @families
 def test_peak_memory_of_a_chunk_does_not_grow_with_the_prompt(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scores, "KEY_BLOCK", 64)  # so that blocks are full at either length
     driven = walk(model(family, torch.float32)).model
-    short, long = (_chunk_peak(driven, prompt, 64) for prompt in (1024, 2048))
+    short, long = (chunk_peak(driven, prompt, 64) for prompt in (1024, 2048))
     assert long <= 1.005 * short
 
 
