@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from longstraw_backend.models import SUPPORTED
 from longstraw_backend.models.families import text_model_type
+from longstraw_backend.wide import compute_wide
 
 __all__ = ["AVAILABLE", "options_of", "tiny_model"]
 
@@ -29,8 +27,6 @@ _COMMON: dict[str, Any] = dict(
     tie_word_embeddings=False,
 )
 _PARTIAL_ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
-# The gated norm of these families is float32 in float64 models too, and torch's CPU loops round the
-# last few elements of a tensor differently: 64 values a token leave no such elements.
 _GATED_DELTA_NET: dict[str, Any] = dict(
     layer_types=["linear_attention", "full_attention", "linear_attention"],
     linear_num_key_heads=2,
@@ -102,7 +98,7 @@ def tiny_model(
             _remember_long(layer.linear_attn)
     model = model.to(dtype).eval()
     if dtype == torch.float64:
-        _compute_wide(model)
+        compute_wide(model)
     return model  # type: ignore[no-any-return]
 
 
@@ -112,41 +108,6 @@ def options_of(family: str) -> dict[str, Any]:
     if "kv_lora_rank" in common:
         del common["head_dim"]  # of the part with RoPE there
     return common
-
-
-class _StaysWide(TorchFunctionMode):
-    """Float64 tensors are not made float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        if isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            narrows = func in _CASTS and torch.float32 in (*args[1:], *options.values())
-            if narrows or func is torch.Tensor.float:
-                return args[0]
-            if options.get("dtype") == torch.float32:  # of a softmax
-                options = options | {"dtype": torch.float64}
-        return func(*args, **options)
-
-
-_CASTS = (torch.Tensor.to, torch.Tensor.type)
-
-
-def _compute_wide(model: Any) -> None:
-    """Norms and routers of stock modules compute in float32 whatever the model. Products of one
-    token and of many then differ in the last bit, and gradients are rounded before or after they
-    are summed: 1e-7 in either, which hides everything else. Grouped kernels of experts refuse
-    float64 altogether."""
-    routers = [m.gate for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
-    if routers:
-        model.set_experts_implementation("eager")
-    norms = [m for m in model.modules() if "RMSNorm" in type(m).__name__]
-    for module in [*routers, *norms]:
-        module.forward = partial(_wide, module.forward)
-
-
-def _wide(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _StaysWide():
-        return forward(*args, **kwargs)
 
 
 def _remember_long(mixer: Any) -> None:

@@ -215,6 +215,14 @@ def test_model_from_a_folder(tmp_path: Path) -> None:
     assert cli.main([*ARGS, f"--model={tmp_path}", "--dtype=float64"]) == 0
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_a_loaded_model_computes_in_float64_throughout(family: str, tmp_path: Path) -> None:
+    tiny_model(family, initializer_range=0.1).save_pretrained(tmp_path)
+    found = _compare(family=None, model=str(tmp_path), dtype="float64", gradient="exact")
+    assert found.bars == {"logprob_max_abs": 1e-9, "grad_rel_l2": 1e-9}
+    assert found.within_bars
+
+
 def test_unsupported_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model: Any = tiny_model("llama", attention_dropout=0.1)
     model.save_pretrained(tmp_path)

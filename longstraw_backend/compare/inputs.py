@@ -14,6 +14,7 @@ from longstraw_backend.groups import Group, group_rows
 from longstraw_backend.models import check_supported
 from longstraw_backend.oracle import Objective
 from longstraw_backend.tiny import tiny_model
+from longstraw_backend.wide import compute_wide
 
 from .settings import Settings
 
@@ -48,8 +49,8 @@ def _loaded(path: str, dtype: torch.dtype) -> Any:
     except OSError as error:
         hint = "" if Path(path).is_dir() else "; there is no such folder"
         raise ValueError(f"--model: can't load {path!r}{hint}: {error}") from error
-    if dtype == torch.float64 and getattr(model.config, "num_experts", None):
-        model.set_experts_implementation("eager")  # the grouped kernels refuse float64
+    if dtype == torch.float64:
+        compute_wide(model)
     return model
 
 

@@ -22,7 +22,7 @@ error of the ordinary trainer.
 
 DELTA_NET_GRADIENT_BAR = 1e-7
 """Of the gradient in float64, for gated-delta-net families: their stock modules sum the gradients
-of decay and gated norm in float32, in an order that depends on how many tokens there are."""
+of the decay in float32, in an order that depends on how many tokens there are."""
 
 _COUNTS = {
     "prompt": 1,

@@ -24,7 +24,8 @@ from longstraw_backend.models.delta_heads import DeltaHeads
 from longstraw_backend.models.gated_delta_net import finished, projected
 from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.state import Recurrent
-from longstraw_backend.tiny import _StaysWide, tiny_model
+from longstraw_backend.tiny import tiny_model
+from longstraw_backend.wide import StaysWide
 
 ROWS, HIDDEN = 2, 64
 
@@ -137,7 +138,7 @@ def on_one_rank(case: Case, world: int) -> Result:
 
 def through(mixer: Any, hidden: Tensor, before: Recurrent, run: Any) -> tuple[Tensor, Recurrent]:
     """Hidden states after the layer, and its state."""
-    with _StaysWide():  # gradients rounded to float32 before they are summed would differ
+    with StaysWide():  # gradients rounded to float32 before they are summed would differ
         x, z, b, a = projected(mixer, hidden)
         out, after = run(x, b, a, before)
         return finished(mixer, out, z), after

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longstraw_backend.models.delta_by_head import own_heads, run_by_head
 from longstraw_backend.parallel.exchange import Ranks
-from longstraw_backend.tiny import _StaysWide
+from longstraw_backend.wide import StaysWide
 from tests.parallel.delta_net_cases import (
     BY_HEAD,
     BY_POSITION,
@@ -68,7 +68,7 @@ def test_positions_over_ranks(world: int, tmp_path: Any) -> None:
 def test_a_rank_alone_computes_what_the_layer_does() -> None:
     x = inputs(Case("qwen3_5", 2, 4, ((9, 9),)), 1)
     columns, b, a = torch.randn(2, 9, 96).double(), *torch.randn(2, 2, 9, 4).double()
-    with _StaysWide():
+    with StaysWide():
         out, after = run_by_head(x.heads, columns, b, a, x.before, Ranks(), 7)
         expected = x.heads.run(columns[:, :7], b[:, :7], a[:, :7], x.before)
     assert after is not None and expected[1] is not None and not out[:, 7:].any()
