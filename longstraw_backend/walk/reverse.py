@@ -70,14 +70,14 @@ def reverse_response(
         leaves: log-probs and entropies of the forward walk, with the loss's gradient, [T] each.
         segment: what the forward walk has left, tracked; its cotangents are spent.
     """
-    for part in reversed(list(spans(segment.length, block_tokens))):
-        with turn(part.stop - part.start):
-            view = segment.before(part.start)
-            out = predict(
-                model, block[part], view, grad=True, reverse=True, checkpointing=checkpointing
-            )
-            backward_of(out, leaves, model.ranks, part)
-        segment.drop_cotangents(part.start)
+
+    def again(part: slice, before: Segment) -> None:
+        out = predict(
+            model, block[part], before, grad=True, reverse=True, checkpointing=checkpointing
+        )
+        backward_of(out, leaves, model.ranks, part)
+
+    _in_reverse(segment, block_tokens, turn, again)
 
 
 def reverse_prompt(
@@ -95,16 +95,28 @@ def reverse_prompt(
         tokens: those that were captured, [P - 1] int64 on the model's device.
         segment: their state, tracked; its cotangents are spent.
     """
+
+    def again(part: slice, before: Segment) -> None:
+        (hidden,) = advance(
+            model,
+            tokens[None, part],
+            before,
+            grad=True,
+            commit=False,
+            reverse=True,
+            checkpointing=checkpointing,
+        )
+        hidden.backward(torch.zeros_like(hidden))
+
+    _in_reverse(segment, block_tokens, turn, again)
+
+
+def _in_reverse(
+    segment: Segment, block_tokens: int, turn: Turn, again: Callable[[slice, Segment], None]
+) -> None:
+    """Each block from the last to the first, over the state before it; its cotangents are spent
+    when it is done."""
     for part in reversed(list(spans(segment.length, block_tokens))):
         with turn(part.stop - part.start):
-            (hidden,) = advance(
-                model,
-                tokens[None, part],
-                segment.before(part.start),
-                grad=True,
-                commit=False,
-                reverse=True,
-                checkpointing=checkpointing,
-            )
-            hidden.backward(torch.zeros_like(hidden))
+            again(part, segment.before(part.start))
         segment.drop_cotangents(part.start)
