@@ -27,7 +27,6 @@ _POSITIVE_INTEGERS = (
     "page_tokens",
     "head_chunk_tokens",
     "context_parallel_size",
-    "expert_parallel_size",
 )
 
 
@@ -69,10 +68,10 @@ class LongStrawConfig:
             leaves the choice to the host (verl: ``model.enable_gradient_checkpointing``).
         max_prompt_tokens: refuse prompts of this length or more. verl truncates prompts to
             ``data.max_prompt_length`` without an error; None if the limit is not known.
-        context_parallel_size: ranks that share the state and the tokens of one prompt. Not built
-            yet: the engine refuses more than 1.
-        expert_parallel_size: ranks that share the experts of a layer. Not built yet: the engine
-            refuses more than 1.
+        context_parallel_size: ranks that share the state and the tokens of one prompt; divides the
+            number of ranks. Prompt and response blocks must be multiples of it.
+        expert_parallel_size: ranks that share the experts of a layer; divides the number of ranks
+            and that of experts. None takes as many of those that share a prompt as possible.
         progress: show a bar on rank 0 for captures and replays that last.
     """
 
@@ -92,7 +91,7 @@ class LongStrawConfig:
     activation_checkpointing: bool | None = None
     max_prompt_tokens: int | None = None
     context_parallel_size: int = 1
-    expert_parallel_size: int = 1
+    expert_parallel_size: int | None = None
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -109,9 +108,11 @@ class LongStrawConfig:
             _check_positive_integer(name, getattr(self, name))
         if self.report_gradient_gap_every:
             _check_positive_integer("report_gradient_gap_every", self.report_gradient_gap_every)
-        for name in ("prompt_block", "max_prompt_tokens"):
+        for name in ("prompt_block", "max_prompt_tokens", "expert_parallel_size"):
             if getattr(self, name) is not None:
                 _check_positive_integer(name, getattr(self, name))
+        for name in ("chunk_tokens", "prompt_block", "response_block"):
+            _check_shared_evenly(name, getattr(self, name), self.context_parallel_size)
         for name in ("state_budget_gb", "host_state_budget_gb"):
             budget = getattr(self, name)
             if not isinstance(budget, int | float) or not budget >= 0:
@@ -153,6 +154,15 @@ def _check_kinds(kinds: Any) -> None:
     listed = isinstance(kinds, Sequence) and not isinstance(kinds, str)
     if not listed or any(kind not in STATE_KINDS for kind in kinds):
         raise ValueError(f"host_state: expected a list of any of {STATE_KINDS}, got {kinds!r}")
+
+
+def _check_shared_evenly(name: str, tokens: int | None, ranks: int) -> None:
+    """A remainder in every block would leave some ranks with more state than others."""
+    if tokens is not None and tokens % ranks:
+        raise ValueError(
+            f"{name}: expected a multiple of context_parallel_size {ranks}, got {tokens}; "
+            f"{-(-tokens // ranks) * ranks} is one"
+        )
 
 
 def _check_positive_integer(name: str, value: Any) -> None:

@@ -39,7 +39,7 @@ _QWEN3_5: dict[str, Any] = _GATED_DELTA_NET | dict(
     rope_parameters=_PARTIAL_ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 )
 _MOE: dict[str, Any] = dict(
-    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1
 )
 _SHARED_EXPERT: dict[str, Any] = dict(shared_expert_intermediate_size=32)
 _LATENT: dict[str, Any] = dict(

@@ -32,6 +32,10 @@ def test_defaults_are_valid() -> None:
             {"expert_parallel_size": 2.0},
             "expert_parallel_size: expected a positive integer, got 2.0",
         ),
+        (
+            {"chunk_tokens": 17, "context_parallel_size": 4},
+            "chunk_tokens: expected a multiple of context_parallel_size 4, got 17; 20 is one",
+        ),
         ({"state_budget_gb": -1.0}, "state_budget_gb: expected 0 or more GiB, got -1.0"),
         ({"state_budget_gb": float("nan")}, "state_budget_gb: expected 0 or more GiB, got nan"),
         ({"host_state_budget_gb": "64"}, "host_state_budget_gb: expected 0 or more GiB, got '64'"),

@@ -1,5 +1,6 @@
 """Work that ranks do together."""
 
+from .layout import Layout
 from .lockstep import Lockstep
 
-__all__ = ["Lockstep"]
+__all__ = ["Layout", "Lockstep"]

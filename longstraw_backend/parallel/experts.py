@@ -18,11 +18,9 @@ Refused: experts that are not fused as gate_up_proj [E, 2 I, H] and down_proj [E
 or interleaved ones, ones with biases or without a gate), and E that R doesn't divide. Calls are
 collective, a rank without tokens calls too.
 
-Not wired yet. What does it next is the engine: it makes a mesh with a dimension for experts, calls
-:func:`shard_experts` before FSDP wraps the rest, registers :func:`expert_parallel` for the model,
-and leaves gradients of experts out of the sum over these ranks (each is already the sum over all
-their tokens). ``drive()`` keeps the implementation of experts that it finds, and ``Lockstep`` has
-to make the calls of all ranks equally many.
+``sharding.py`` calls :func:`shard_experts` before FSDP wraps the rest, and leaves gradients of
+experts out of the sum over these ranks: each is already the sum over all their tokens.
+``Lockstep`` makes the calls of all ranks equally many.
 
 Legend: N tokens of this rank, k experts of a token, S = N k rows, E experts, H hidden.
 """
@@ -30,6 +28,7 @@ Legend: N tokens of this rank, k experts of a token, S = N k rows, E experts, H 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +40,11 @@ from longstraw_backend.kernels.grouped_experts import grouped_experts
 
 from .exchange import Ranks, all_to_all, deal
 
-__all__ = ["expert_parallel", "owned_experts", "shard_experts"]
+__all__ = ["expert_parallel", "experts_of", "fused_experts", "owned_experts", "shard_experts"]
 
 ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 _FUSED = "gate_up_proj", "down_proj"
+_COUNTS = "num_experts", "n_routed_experts", "num_local_experts"
 
 
 def owned_experts(num_experts: int, ranks: Ranks) -> range:
@@ -63,7 +63,8 @@ def owned_experts(num_experts: int, ranks: Ranks) -> range:
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
-    """Leave this rank's share of all fused experts of a model, as DTensors sharded by expert.
+    """Leave this rank's share of all fused experts of a model, as DTensors sharded by expert, and
+    have tokens travel to them.
 
     Without communication: every rank must have the whole, equal parameters (or all on ``meta``).
 
@@ -81,7 +82,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass mesh[name]")
     ranks = Ranks.of(mesh.get_group())
-    found = list(_fused_experts(model))
+    found = list(fused_experts(model))
     if not found:
         raise ValueError(
             f"model: expected fused experts, {type(model).__name__} has none; "
@@ -93,15 +94,14 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     for _, experts in found:
         for kind in _FUSED:
             setattr(experts, kind, _share(getattr(experts, kind), mesh, ranks))
+        experts.forward = MethodType(expert_parallel(ranks), experts)
     return [f"{name}.{kind}" for name, _ in found for kind in _FUSED]
 
 
 def expert_parallel(ranks: Ranks) -> ExpertsForward:
     """A forward for stock experts modules that hold this rank's share.
 
-    For ``ALL_EXPERTS_FUNCTIONS.register(name, expert_parallel(ranks))`` of transformers and
-    ``model.set_experts_implementation(name)``, or, for one module,
-    ``experts.forward = MethodType(expert_parallel(ranks), experts)``.
+    :func:`shard_experts` installs it; it also fits ``ALL_EXPERTS_FUNCTIONS`` of transformers.
 
     Returns:
         A function of the module, hidden states [N, H], expert indices [N, k] and their weights
@@ -201,7 +201,13 @@ def _gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
     return gate
 
 
-def _fused_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def experts_of(config: Any) -> int:
+    """Routed experts of a layer of a text model; 0 if it has none."""
+    return next((n for name in _COUNTS if (n := getattr(config, name, None))), 0)
+
+
+def fused_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules that hold all experts of a layer in one tensor a projection, by name."""
     for name, module in model.named_modules():
         weight = getattr(module, "down_proj", None)
         if isinstance(weight, Tensor) and weight.dim() == 3:

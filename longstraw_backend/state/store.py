@@ -59,6 +59,10 @@ class PromptStore:
         for key in [k for k in self._states if k.adapters and k.version != version]:
             del self._states[key]
 
+    def drop(self, key: PromptKey) -> None:
+        """Drop the state of ``key``, if there is one."""
+        self._states.pop(key, None)
+
     def clear(self) -> None:
         """Drop everything."""
         self._states.clear()

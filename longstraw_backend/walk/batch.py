@@ -31,7 +31,7 @@ def captured_in_lockstep(
 ) -> Segment | None:
     """The group's prompt state; other ranks may take more chunks, or have no group at all."""
     own, segment = 0, None
-    if group is not None and key is not None and walk.stored(key) is None:
+    if group is not None and key is not None and not _stored_by_all(walk, key):
         own = num_chunks(group.prompt.numel(), walk.config.capture_tokens)
     (most,) = lockstep.most([own])
     if group is not None and key is not None:
@@ -39,6 +39,16 @@ def captured_in_lockstep(
     for _ in range(most - own):
         _idle(walk.model, head=False, grad=False)
     return segment
+
+
+def _stored_by_all(walk: GroupWalk, key: PromptKey) -> bool:
+    """Whether all ranks that share the prompt still have its state; if not, none has afterwards.
+    Their budgets are alike, their shares not quite."""
+    here = walk.stored(key) is not None
+    lacking = Lockstep(walk.model.ranks.group).most([int(not here)]) != [0]
+    if here and lacking:
+        walk.store.drop(key)
+    return not lacking
 
 
 @dataclass

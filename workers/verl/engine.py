@@ -7,6 +7,7 @@ CUDA. A forward-only instance serves as the reference policy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,7 +20,6 @@ from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -35,7 +35,8 @@ from longstraw_backend.models.checkpoint import (
 from longstraw_backend.models.families import check_no_dropout, check_routers
 from longstraw_backend.models.float32 import reload_float32
 from longstraw_backend.oracle import gradients_of
-from longstraw_backend.parallel import Lockstep
+from longstraw_backend.parallel import Layout, Lockstep
+from longstraw_backend.parallel.finalize import clip_gradients
 from longstraw_backend.state import PromptKey, PromptStore
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sample, Sampling, generate
 
@@ -45,8 +46,11 @@ from .gradient_gap import gap_metrics, other_gradient, taken_gradients
 from .live import LIVE
 from .outputs import BatchOutputs
 from .settings import overridden, refuse_settings
+from .sharding import compute_dtype, layout_of, offloads, sharded
 
 __all__ = ["LongStrawEngine"]
+
+logger = logging.getLogger(__name__)
 
 
 @EngineRegistry.register(model_type="language_model", backend="longstraw", device=["cpu", "cuda"])
@@ -54,20 +58,22 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     """verl's FSDP engine with capture, score and replay in place of padded or packed sequences.
 
     Attributes:
+        layout: of all ranks; verl sees the data-parallel part of it.
         walk: the driven model with its prompt states.
         version: of the weights; a prompt state of another version is stale.
         max_prompt_tokens: verl's ``data.max_prompt_length`` where known; such prompts are refused.
     """
 
+    layout: Layout
     walk: GroupWalk
     lockstep: Lockstep
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_settings(model_config, engine_config)
-        super().__init__(model_config, engine_config, *args, **kwargs)
         self.options: LongStrawConfig = (
             getattr(engine_config, "longstraw", None) or LongStrawConfig()
         )
+        super().__init__(model_config, engine_config, *args, **kwargs)
         if self.options.activation_checkpointing is None:
             checkpointing = bool(model_config.enable_gradient_checkpointing)
             self.options = replace(self.options, activation_checkpointing=checkpointing)
@@ -77,6 +83,28 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         self.version = 0
         self.meter = Meter()
         self._adapters = True
+
+    # --- layout of the ranks --------------------------------------------------------------------
+
+    def _init_device_mesh(self) -> None:
+        self.layout = layout_of(self.model_config, self.engine_config, self.options)
+        super()._init_device_mesh()
+
+    def get_data_parallel_rank(self) -> int:
+        """Which part of a batch this rank has, together with those that share its prompts."""
+        return self.layout.data_rank
+
+    def get_data_parallel_size(self) -> int:
+        """Parts that a batch is cut into."""
+        return self.layout.data_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that have the whole batch together."""
+        return self.layout.data_group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Whether verl takes this rank's results: the first of those that share prompts."""
+        return self.layout.collects
 
     # --- building -------------------------------------------------------------------------------
 
@@ -107,22 +135,25 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         check_no_dropout(module)
         check_routers(module)
         alone = dist.get_world_size() == 1
+        self._autocast_dtype = compute_dtype(self.engine_config)
         if get_device_name() == "cpu" and alone:
-            dtype = (self.engine_config.mixed_precision or {}).get("param_dtype", "bf16")
-            self._autocast_dtype = PrecisionType.to_dtype(dtype)
             module = module.to(get_device_id())
         else:
-            # The parent offloads a forward-only model through pinned memory, which CPUs don't have.
-            pinned = get_device_name() != "cpu" and self.engine_config.forward_only
-            with overridden(self.engine_config, strategy="fsdp2", forward_only=pinned):
-                module = super()._build_fsdp_module(module)
+            module = self._sharded(module)
         self.lockstep = Lockstep(None if alone else dist.group.WORLD)
         budgets = self.options.state_budget_gb, self.options.host_state_budget_gb
         store = PromptStore(*(gib * 2**30 for gib in budgets))
         quiet = not self.options.progress or self.rank != 0
-        driven = replace(self._driven, module=module, device=_compute_device())
+        ranks = self.layout.ranks
+        driven = replace(self._driven, module=module, device=_compute_device(), ranks=ranks)
         self.walk = GroupWalk(driven, self.options, store, quiet)
         return module
+
+    def _sharded(self, module: nn.Module) -> nn.Module:
+        if offloads(self.engine_config):  # FSDP moves parameters, verl must not
+            self._is_offload_param = self._is_offload_optimizer = False
+            self._uses_fsdp2_cpu_offload_policy = True
+        return sharded(module, self.engine_config, self.layout, self.device_mesh)
 
     def initialize(self) -> None:
         """Build everything, and let the rollout of this process find the module."""
@@ -240,10 +271,21 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     # --- weights change -------------------------------------------------------------------------
 
     def optimizer_step(self) -> float:
-        """Step; prompt states of the old weights are dropped."""
-        norm: float = super().optimizer_step()
+        """Clip by the norm over all ranks, and step; prompt states of the old weights are dropped.
+
+        A norm that is not finite skips the step, on every rank since all have the same.
+
+        Returns:
+            The norm before.
+        """
+        norm = clip_gradients(self.module.parameters(), self.optimizer_config.clip_grad)
+        if norm.isfinite():
+            self.optimizer.step()
+        else:
+            logger.warning("gradient norm is %s: the step is skipped", norm.item())
+            self.optimizer.zero_grad()
         self._weights_changed()
-        return norm
+        return norm.item()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Load; prompt states of the old weights are dropped, the base model's too."""

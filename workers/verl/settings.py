@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from longstraw_backend.config import LongStrawConfig
+import torch
+from verl.utils.torch_dtypes import PrecisionType
 
 __all__ = ["overridden", "refuse_settings"]
 
@@ -22,11 +23,12 @@ def refuse_settings(model_config: Any, engine_config: Any) -> None:
         value = getattr(engine_config, name, only)
         if value != only:
             raise ValueError(f"{name}: strategy longstraw supports {only}, got {value}")
-    options = getattr(engine_config, "longstraw", None) or LongStrawConfig()
-    for name in ("context_parallel_size", "expert_parallel_size"):
-        value = getattr(options, name)
-        if value > 1:
-            raise ValueError(f"{name}: {value} is not built yet in this version; set it to 1")
+    dtype = (getattr(engine_config, "mixed_precision", None) or {}).get("param_dtype", "bf16")
+    if PrecisionType.to_dtype(dtype) == torch.float16:
+        raise ValueError(
+            f"mixed_precision.param_dtype: strategy longstraw does not scale losses, which {dtype} "
+            "needs; set it to bf16 or fp32"
+        )
     if getattr(model_config, "enable_activation_offload", False):
         raise ValueError(
             "enable_activation_offload: not supported by strategy longstraw; set it to False"

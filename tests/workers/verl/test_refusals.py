@@ -27,12 +27,11 @@ def test_engine_refuses_a_setting(model: Any, engine: Any, name: str) -> None:
         LongStrawEngine(SimpleNamespace(**model), SimpleNamespace(**engine), None, None)
 
 
-@pytest.mark.parametrize("name", ["context_parallel_size", "expert_parallel_size"])
-def test_engine_refuses_ranks_that_share_a_prompt(name: str) -> None:
+def test_engine_refuses_to_compute_in_float16() -> None:
     from longstraw_backend.workers.verl.engine import LongStrawEngine
 
-    engine = SimpleNamespace(longstraw=LongStrawConfig(**{name: 8}))
-    with pytest.raises(ValueError, match=f"{name}: 8 is not built yet"):
+    engine = SimpleNamespace(mixed_precision={"param_dtype": "fp16"})
+    with pytest.raises(ValueError, match="param_dtype: .* does not scale losses"):
         LongStrawEngine(SimpleNamespace(), engine, None, None)
 
 

@@ -1,0 +1,115 @@
+"""How the ranks of a run are laid out: data, context and expert parallel.
+
+    rank = data rank x C + context rank        C ranks in a row share prompts
+    rank = expert copy x E + expert rank       E ranks in a row share experts; E divides D C
+
+Parameters and optimizer state are sharded over all D C ranks, those of experts over the ranks that
+have the same ones, D C / E of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .exchange import Ranks
+from .experts import experts_of
+
+__all__ = ["Layout", "expert_ranks"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's place among all.
+
+    Attributes:
+        mesh: all ranks, [dp, cp].
+        experts: all ranks again, [copies of an expert, ep]; None if each rank has all experts.
+    """
+
+    mesh: DeviceMesh
+    experts: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, device: str, context: int = 1, expert: int = 1) -> Layout:
+        """Lay out the ranks of the default process group. Collective.
+
+        Args:
+            device: type of the device that communicates.
+            context: ranks that share a prompt.
+            expert: ranks that share the experts of a layer.
+
+        Raises:
+            ValueError: a size doesn't divide the number of ranks; before any communication.
+        """
+        world = dist.get_world_size()
+        for name, size in (("context", context), ("expert", expert)):
+            if size < 1 or world % size:
+                raise ValueError(
+                    f"{name}_parallel_size: expected a divisor of the number of ranks, {world}, "
+                    f"got {size}"
+                )
+        mesh = init_device_mesh(device, (world // context, context), mesh_dim_names=("dp", "cp"))
+        if expert == 1:
+            return cls(mesh)
+        shape = world // expert, expert
+        experts = init_device_mesh(device, shape, mesh_dim_names=("efsdp", "ep"))
+        experts._flatten("all_experts")  # one reduction over both dimensions instead of two
+        return cls(mesh, experts)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share a prompt."""
+        return Ranks.of(self.mesh.get_group("cp"))
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """One rank of each group that shares prompts: together they have the whole batch."""
+        return self.mesh.get_group("dp")
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the batch is this rank's."""
+        return self.mesh.get_local_rank("dp")
+
+    @property
+    def data_size(self) -> int:
+        """Parts of the batch."""
+        return self.mesh.size(0)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same experts."""
+        return self.mesh.size() if self.experts is None else self.experts.size(0)
+
+    @property
+    def collects(self) -> bool:
+        """Whether this rank speaks for those that share its prompts."""
+        return self.mesh.get_local_rank("cp") == 0
+
+
+def expert_ranks(config: Any, context: int, expert: int | None) -> int:
+    """How many ranks share the experts of a model.
+
+    Args:
+        config: of the text model.
+        context: ranks that share a prompt.
+        expert: as asked for; None takes as many of the ranks that share a prompt as divide the
+            number of experts.
+
+    Raises:
+        ValueError: the model has no experts, or they can't be shared out evenly.
+    """
+    experts = experts_of(config)
+    if expert is None:
+        return gcd(context, experts) if experts else 1
+    if expert > 1 and (experts == 0 or experts % expert):
+        raise ValueError(
+            f"expert_parallel_size: expected a divisor of the model's {experts} experts, got "
+            f"{expert}; set it to 1 or leave it out"
+        )
+    return expert
