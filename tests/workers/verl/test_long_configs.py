@@ -20,7 +20,7 @@ from tests.models.wrapped import save_wrapped
 from tests.workers.verl.test_configs import ENGINE, composed
 
 ROOT = Path(__file__).resolve().parents[3]
-LONG = {"qwen3_6_27b": ("qwen3_6_27b_2m", 8, 1), "glm_5_2": ("glm_5_2_2m", 32, 32)}
+LONG = {"qwen3_6_27b": ("qwen3_6_27b_2m", 8, None), "glm_5_2": ("glm_5_2_2m", 32, 32)}
 
 
 @pytest.mark.parametrize("example", LONG)

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from longstraw_backend.config import LongStrawConfig
-
 
 @pytest.mark.parametrize(
     ("model", "engine", "name"),
