@@ -40,7 +40,14 @@ from longstraw_backend.kernels.grouped_experts import grouped_experts
 
 from .exchange import Ranks, all_to_all, deal
 
-__all__ = ["expert_parallel", "experts_of", "fused_experts", "owned_experts", "shard_experts"]
+__all__ = [
+    "adapted_experts",
+    "expert_parallel",
+    "experts_of",
+    "fused_experts",
+    "owned_experts",
+    "shard_experts",
+]
 
 ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 _FUSED = "gate_up_proj", "down_proj"
@@ -212,6 +219,11 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         weight = getattr(module, "down_proj", None)
         if isinstance(weight, Tensor) and weight.dim() == 3:
             yield name, module
+
+
+def adapted_experts(model: nn.Module) -> bool:
+    """Whether peft has put adapters on fused experts: they add to the experts of a whole layer."""
+    return any(name.endswith("base_layer") for name, _ in fused_experts(model))
 
 
 def _check_layout(name: str, experts: Any) -> None:

@@ -9,7 +9,7 @@ have the same ones, D C / E of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -46,20 +46,20 @@ class Layout:
         Raises:
             ValueError: a size doesn't divide the number of ranks; before any communication.
         """
-        world = dist.get_world_size()
-        for name, size in (("context", context), ("expert", expert)):
-            if size < 1 or world % size:
-                raise ValueError(
-                    f"{name}_parallel_size: expected a divisor of the number of ranks, {world}, "
-                    f"got {size}"
-                )
-        mesh = init_device_mesh(device, (world // context, context), mesh_dim_names=("dp", "cp"))
+        world = _divided_by("context_parallel_size", context)
+        _divided_by("expert_parallel_size", expert)
+        shape = world // context, context
+        return cls(init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))).sharing(expert)
+
+    def sharing(self, expert: int) -> Layout:
+        """The same with experts shared by so many ranks. Collective; raises as :meth:`of`."""
+        world = _divided_by("expert_parallel_size", expert)
         if expert == 1:
-            return cls(mesh)
+            return replace(self, experts=None)
         shape = world // expert, expert
-        experts = init_device_mesh(device, shape, mesh_dim_names=("efsdp", "ep"))
+        experts = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("efsdp", "ep"))
         experts._flatten("all_experts")  # one reduction over both dimensions instead of two
-        return cls(mesh, experts)
+        return replace(self, experts=experts)
 
     @property
     def ranks(self) -> Ranks:
@@ -90,6 +90,13 @@ class Layout:
     def collects(self) -> bool:
         """Whether this rank speaks for those that share its prompts."""
         return self.mesh.get_local_rank("cp") == 0
+
+
+def _divided_by(name: str, size: int) -> int:
+    world = dist.get_world_size()
+    if size < 1 or world % size:
+        raise ValueError(f"{name}: expected a divisor of the number of ranks, {world}, got {size}")
+    return world
 
 
 def expert_ranks(config: Any, context: int, expert: int | None) -> int:

@@ -46,7 +46,7 @@ from .gradient_gap import gap_metrics, other_gradient, taken_gradients
 from .live import LIVE
 from .outputs import BatchOutputs
 from .settings import overridden, refuse_settings
-from .sharding import compute_dtype, layout_of, offloads, sharded
+from .sharding import compute_dtype, offloads, sharded, sharing_experts
 
 __all__ = ["LongStrawEngine"]
 
@@ -87,7 +87,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     # --- layout of the ranks --------------------------------------------------------------------
 
     def _init_device_mesh(self) -> None:
-        self.layout = layout_of(self.model_config, self.engine_config, self.options)
+        self.layout = Layout.of(get_device_name(), self.options.context_parallel_size)
         super()._init_device_mesh()
 
     def get_data_parallel_rank(self) -> int:
@@ -153,6 +153,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         if offloads(self.engine_config):  # FSDP moves parameters, verl must not
             self._is_offload_param = self._is_offload_optimizer = False
             self._uses_fsdp2_cpu_offload_policy = True
+        self.layout = sharing_experts(self.layout, module, self.engine_config, self.options)
         return sharded(module, self.engine_config, self.layout, self.device_mesh)
 
     def initialize(self) -> None:

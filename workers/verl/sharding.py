@@ -15,34 +15,38 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.parallel import Layout
+from longstraw_backend.parallel.experts import adapted_experts
 from longstraw_backend.parallel.layout import expert_ranks
 from longstraw_backend.parallel.sharding import divide_gradients, shard_own_experts
 
-__all__ = ["compute_dtype", "layout_of", "offloads", "sharded"]
+__all__ = ["compute_dtype", "offloads", "sharded", "sharing_experts"]
 
 
-def layout_of(model_config: Any, engine_config: Any, options: LongStrawConfig) -> Layout:
-    """Lay out the ranks as the options say. Collective.
+def sharing_experts(
+    layout: Layout, module: nn.Module, engine_config: Any, options: LongStrawConfig
+) -> Layout:
+    """The layout with the model's experts over as many ranks as the options say. Collective.
 
     Raises:
-        ValueError: sizes that don't fit the ranks, the model or verl's ``fsdp_size``.
+        ValueError: a size that doesn't fit the ranks, the model, its adapters or ``fsdp_size``.
     """
-    context, expert = options.context_parallel_size, options.expert_parallel_size
-    adapted = bool(getattr(model_config, "target_parameters", None))
-    if adapted and (expert or 1) > 1:
-        raise ValueError(
-            f"expert_parallel_size: expected 1 with adapters on target_parameters, got {expert}: "
-            "they add to whole experts; use target_modules, or set it to 1"
-        )
-    text = model_config.hf_config.get_text_config()
-    expert = expert_ranks(text, context, 1 if adapted else expert)
+    config: Any = module.config
+    asked = options.expert_parallel_size
+    if adapted_experts(module):
+        if asked is not None and asked > 1:
+            raise ValueError(
+                f"expert_parallel_size: expected 1 with adapters on experts, got {asked}; set it "
+                "to 1, or list target_modules without experts (all-linear takes them in)"
+            )
+        asked = 1
+    shared = expert_ranks(config, options.context_parallel_size, asked)
     shards = engine_config.fsdp_size
-    if expert > 1 and shards not in (-1, dist.get_world_size()):
+    if shared > 1 and shards not in (-1, dist.get_world_size()):
         raise ValueError(
-            f"fsdp_size: expected -1 where {expert} ranks share experts, got {shards}: replicas of "
+            f"fsdp_size: expected -1 where {shared} ranks share experts, got {shards}: replicas of "
             "shards are not supported there; set it to -1 or expert_parallel_size to 1"
         )
-    return Layout.of(get_device_name(), context, expert)
+    return layout.sharing(shared)
 
 
 def sharded(module: nn.Module, engine_config: Any, layout: Layout, mesh: DeviceMesh) -> nn.Module:

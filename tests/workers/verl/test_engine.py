@@ -69,6 +69,7 @@ def _two_steps(
     path: str,
     strategy: str,
     lora: int = 0,
+    lr: float = 1e-3,
     options: dict[str, Any] | None = None,
     **loss: Any,
 ) -> Any:
@@ -78,7 +79,7 @@ def _two_steps(
 
     from longstraw_backend.workers.verl.standalone import actor_config, build_engine, ppo_batch
 
-    engine = build_engine(strategy, path, options=OPTIONS | (options or {}), lora_rank=lora)
+    engine = build_engine(strategy, path, options=OPTIONS | (options or {}), lora_rank=lora, lr=lr)
     _fill_lora_b(engine.module)
     rows = _rows()
     mine = rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
