@@ -4,6 +4,7 @@ Trainer runs are subprocesses with a Ray of their own (`address=local`, a tempor
 their own), so that they neither join nor disturb another Ray on the machine.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -12,13 +13,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+
+from longstraw_backend.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 HAVE_VERL = importlib.util.find_spec("verl") is not None
@@ -169,6 +174,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     return Task(root / "model", root / "train.parquet", root / "long.parquet", root / "reward.py")
 
 
+@pytest.fixture(scope="session")
+def mixture(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE with the tokenizer of the task."""
+    path = tmp_path_factory.mktemp("mixture")
+    special = {"eos_token_id": SPECIALS.index(END), "pad_token_id": SPECIALS.index(PAD)}
+    tiny_model("qwen3_moe", vocab_size=VOCABULARY, **special).save_pretrained(path)
+    for file in task.model.glob("*token*"):
+        shutil.copy(file, path)
+    shutil.copy(task.model / "chat_template.jinja", path)
+    return path
+
+
 def short_run(task: Task, world_size: int) -> list[str]:
     """Overrides common to the trainer runs: 4 prompts x 4 responses of 12 tokens a step."""
     return [
@@ -200,20 +217,39 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def run_to_end(
-    command: list[str], env: dict[str, str], cwd: Path, seconds: float
+    command: list[str], env: dict[str, str], cwd: Path, seconds: float, kill_after: int | None
 ) -> tuple[int, str]:
-    """Run in a session of its own; past the time limit end it whole and return -SIGKILL."""
-    log = cwd / "log.txt"
+    """Run in a session of its own; past the time limit end it whole and return -SIGKILL.
+
+    Args:
+        kill_after: a step; once it is done one of the trainer's workers is killed.
+    """
+    log, until = cwd / "log.txt", time.monotonic() + seconds
     with log.open("w") as out:
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.2)
+            if kill_after is not None and kill_after in read_metrics(cwd / "metrics.jsonl"):
+                workers_of(cwd)[-1].kill()
+                kill_after = None
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return process.returncode, log.read_text(errors="replace")
+
+
+def workers_of(cwd: Path) -> list[psutil.Process]:
+    """The processes that train in the run whose metrics go to this folder."""
+    found = []
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            name = " ".join(process.cmdline())
+            mine = str(cwd / "metrics.jsonl") in process.environ().values()
+            if mine and name.startswith("ray::WorkerDict"):
+                found.append(process)
+    return sorted(found, key=lambda process: process.pid)
 
 
 @pytest.fixture
@@ -228,6 +264,7 @@ def train(verl_env: dict[str, str], task: Task, tmp_path: Path) -> Iterator[Call
         world_size: int = 1,
         seconds: float = 300,
         extra_env: dict[str, str] | None = None,
+        kill_a_worker_after: int | None = None,
     ) -> Run:
         cwd = tmp_path / name
         cwd.mkdir()
@@ -239,7 +276,7 @@ def train(verl_env: dict[str, str], task: Task, tmp_path: Path) -> Iterator[Call
             f"+ray_kwargs.ray_init._temp_dir={ray_dirs[-1]}",
         ]
         command = [*TRAINER, *short_run(task, world_size), *ray, *overrides]
-        code, log = run_to_end(command, env, cwd, seconds)
+        code, log = run_to_end(command, env, cwd, seconds, kill_a_worker_after)
         return Run(code, log, read_metrics(cwd / "metrics.jsonl"))
 
     yield run
