@@ -153,7 +153,9 @@ def test_what_does_not_fit_is_named_and_changes_nothing(saved: tuple[Path, list[
     with pytest.raises(ValueError, match="shards of experts.even have 6 of 24 elements"):
         load_model(found, shards[:1], partial=False)
     with pytest.raises(ValueError, match=r"others.row is not in the model and in every shard"):
-        load_model(found, [{k: v for k, v in shards[0].items() if k != "others.row"}], partial=False)
+        load_model(
+            found, [{k: v for k, v in shards[0].items() if k != "others.row"}], partial=False
+        )
     names = {p: n for n, p in found.named_parameters()}
     state = torch.optim.AdamW(found.parameters()).state_dict()
     with pytest.raises(ValueError, match=r"optimizer has \[5\] parameters, expected \[1\]"):
