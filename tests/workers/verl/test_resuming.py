@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .ranks import run_ranks
-from .test_engine import OPTIONS, _fill_lora_b, _full, _relative, _rows, model_path  # noqa: F401
+from longstraw_backend.tiny import tiny_model
 
-MODES = {"full": 0, "lora": 4}
+from .ranks import run_ranks
+from .test_engine import OPTIONS, _fill_lora_b, _full, _relative, _rows
+
+FAMILIES = {"full": "qwen3", "lora": "qwen3", "experts": "qwen3_moe"}  # by mode
 
 
 @contextmanager
@@ -29,11 +31,15 @@ def _group(rank: int, world: int, rendezvous: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _engine(path: str, mode: str) -> Any:
+def _engine(root: Path, mode: str) -> Any:
     from longstraw_backend.workers.verl.standalone import build_engine
 
-    engine = build_engine("longstraw", path, options=OPTIONS, lora_rank=MODES[mode], lr=1e-2)
-    if MODES[mode]:
+    rank = 4 if mode == "lora" else 0
+    path = str(root / FAMILIES[mode])
+    owners = dist.get_world_size() if mode == "experts" else 1
+    options = OPTIONS | {"expert_parallel_size": owners}
+    engine = build_engine("longstraw", path, options=options, lora_rank=rank, lr=1e-2)
+    if rank:
         _fill_lora_b(engine.module)
     return engine
 
@@ -65,8 +71,8 @@ def _schedule_and_rng(engine: Any) -> Any:
     return engine.lr_scheduler.state_dict()["last_epoch"], torch.get_rng_state()
 
 
-def _saved_and_continued(path: str, folder: Path, mode: str) -> Any:
-    engine = _engine(path, mode)
+def _saved_and_continued(root: Path, folder: Path, mode: str) -> Any:
+    engine = _engine(root, mode)
     _step(engine)
     torch.manual_seed(dist.get_rank() + 5)
     engine.save_checkpoint(str(folder / mode))
@@ -75,17 +81,17 @@ def _saved_and_continued(path: str, folder: Path, mode: str) -> Any:
     return *saved, _seen(engine)
 
 
-def _resumed(path: str, folder: Path, mode: str) -> Any:
-    engine = _engine(path, mode)
+def _resumed(root: Path, folder: Path, mode: str) -> Any:
+    engine = _engine(root, mode)
     engine.load_checkpoint(str(folder / mode))
     loaded = _seen(engine), _schedule_and_rng(engine)
     _step(engine)
     return *loaded, _seen(engine)
 
 
-def _refused(path: str, folder: Path) -> list[str]:
+def _refused(root: Path, folder: Path) -> list[str]:
     """Messages for a file that is missing or damaged, and for a model of other shapes."""
-    engine, messages = _engine(path, "lora"), []
+    engine, messages = _engine(root, "lora"), []
     damaged, missing = folder / "damaged", folder / "missing"
     if dist.get_rank() == 0:
         for copy in (damaged, missing):
@@ -101,33 +107,35 @@ def _refused(path: str, folder: Path) -> list[str]:
     return messages
 
 
-def _all(rank: int, world: int, *, path: str, root: str) -> Any:
-    """Both ranks, then each alone with one of the modes, then both again."""
-    folders = {n: Path(root) / str(n) for n in (1, 2)}
-    mine = list(MODES)[rank]
+def _all(rank: int, world: int, *, root: Path) -> Any:
+    """Both ranks, then each alone with some of the modes, then both again."""
+    folders = {n: root / str(n) for n in (1, 2)}
+    mine = list(FAMILIES)[rank::2]
     found: dict[str, Any] = {}
-    found["saved by 2"] = {m: _saved_and_continued(path, folders[2], m) for m in MODES}
-    found["resumed by 2 of 2"] = {m: _resumed(path, folders[2], m) for m in MODES}
+    found["saved by 2"] = {m: _saved_and_continued(root, folders[2], m) for m in FAMILIES}
+    found["resumed by 2 of 2"] = {m: _resumed(root, folders[2], m) for m in FAMILIES}
     dist.destroy_process_group()
-    with _group(0, 1, Path(root) / f"alone{rank}"):
-        found["resumed by 1 of 2"] = {mine: _resumed(path, folders[2], mine)}
-        found["saved by 1"] = {mine: _saved_and_continued(path, folders[1], mine)}
-    with _group(rank, world, Path(root) / "together"):
-        found["resumed by 2 of 1"] = {m: _resumed(path, folders[1], m) for m in MODES}
-        found["refused"] = {"lora": _refused(path, folders[1])}
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root}/end", rank=rank, world_size=world
-    )  # what spawned this rank ends it
+    with _group(0, 1, root / f"alone{rank}"):
+        found["resumed by 1 of 2"] = {m: _resumed(root, folders[2], m) for m in mine}
+        found["saved by 1"] = {m: _saved_and_continued(root, folders[1], m) for m in mine}
+    with _group(rank, world, root / "together"):
+        found["resumed by 2 of 1"] = {m: _resumed(root, folders[1], m) for m in FAMILIES}
+        found["refused"] = {"lora": _refused(root, folders[1])}
+    # What spawned this rank ends its group.
+    dist.init_process_group("gloo", init_method=f"file://{root}/end", rank=rank, world_size=world)
     return found
 
 
 @pytest.fixture(scope="module")
-def found(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:  # noqa: F811
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By what was done and mode: results of the ranks that did it."""
     root = tmp_path_factory.mktemp("resuming")
-    of_ranks = run_ranks(_all, 2, root / "out", path=model_path, root=str(root))
+    for family in set(FAMILIES.values()):
+        model: Any = tiny_model(family, initializer_range=0.1)
+        model.save_pretrained(root / family)
+    of_ranks = run_ranks(_all, 2, root / "out", root=root)
     return {
-        done: {m: [rank[done][m] for rank in of_ranks if m in rank[done]] for m in MODES}
+        done: {m: [rank[done][m] for rank in of_ranks if m in rank[done]] for m in FAMILIES}
         for done in of_ranks[0]
     }
 
@@ -140,7 +148,7 @@ def _equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FAMILIES)
 @pytest.mark.parametrize(("saved", "resumed"), [(2, 2), (2, 1), (1, 2)])
 def test_the_next_step_is_that_of_the_ranks_that_saved(
     found: dict[str, Any], saved: int, resumed: int, mode: str
@@ -159,9 +167,9 @@ def test_the_next_step_is_that_of_the_ranks_that_saved(
 
 
 def test_only_adapters_have_state_with_lora(found: dict[str, Any]) -> None:
-    for mode, lora in MODES.items():
+    for mode in FAMILIES:
         state = found["resumed by 2 of 1"][mode][0][0]["state"]
-        assert state and all(("lora_" in key) == bool(lora) for key in state)
+        assert state and all(("lora_" in key) == (mode == "lora") for key in state)
 
 
 def test_errors_are_raised_on_every_rank(found: dict[str, Any]) -> None:
