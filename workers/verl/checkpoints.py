@@ -4,6 +4,8 @@ With ``hf_model`` among the saved contents, ``huggingface/`` is a whole model; o
 out of a larger checkpoint is put back into it. verl writes the inner names of an adapted model
 there, which nothing loads; here the adapters are merged. ``lora_adapter/`` has the adapters alone,
 always, by the names of the published checkpoint.
+
+The shards are loaded by any number of ranks, not only by as many as saved them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ from longstraw_backend.models.checkpoint import (
     text_name,
 )
 from longstraw_backend.parallel import Lockstep
+
+from .resharding import load_model, load_optimizer
+from .shard_files import read_shard, read_shards, saved_world_size
 
 __all__ = ["PublishedCheckpoints", "text_adapters"]
 
@@ -87,6 +92,49 @@ class PublishedCheckpoints(FSDPCheckpointManager):
             self._save_adapters(Path(local_path) / "lora_adapter")
         if self.should_save_hf_model:
             self._publish(Path(local_path) / "huggingface", adapted)
+
+    def load_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
+        """Load, whatever number of ranks saved; see the base class.
+
+        With other ranks than saved, random states are those of rank ``r % saved``, and the folder
+        must be visible to every rank.
+
+        Raises:
+            ValueError: on every rank; files are missing or damaged, or do not fit the model.
+        """
+        if local_path is None or not Path(local_path).is_dir():
+            super().load_checkpoint(local_path, *args, **kwargs)
+            return
+        folder = Path(local_path)
+        with self.lockstep.agree():
+            saved = saved_world_size(folder, self._kinds(), self.rank, self.world_size)
+        if self.lockstep.most([saved != self.world_size]) == [False]:
+            super().load_checkpoint(local_path, *args, **kwargs)
+            return
+        with self.lockstep.agree():
+            self._reshard(folder, saved)
+
+    def _kinds(self) -> list[str]:
+        loaded = {
+            "model": self.should_load_model,
+            "optim": self.should_load_optimizer,
+            "extra_state": self.should_load_extra,
+        }
+        return [kind for kind, wanted in loaded.items() if wanted]
+
+    def _reshard(self, folder: Path, saved: int) -> None:
+        if self.should_load_model:
+            shards = read_shards(folder, "model", saved)
+            load_model(self.model, shards, partial=self.is_lora_only_state_dict(shards[0]))
+        if self.should_load_optimizer:
+            names = {weight: name for name, weight in self.model.named_parameters()}
+            load_optimizer(self.optimizer, names, read_shards(folder, "optim", saved))
+        if self.should_load_extra:
+            extra = read_shard(folder, "extra_state", saved, self.rank % saved)
+            if self.lr_scheduler is not None and extra["lr_scheduler"] is not None:
+                self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+            if "rng" in extra:  # old ones have none
+                self.load_rng_state(extra["rng"])
 
     def _publish(self, folder: Path, adapted: bool) -> None:
         state = self._own_state() if adapted else {}
