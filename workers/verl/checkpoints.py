@@ -40,7 +40,7 @@ from longstraw_backend.models.checkpoint import (
 )
 from longstraw_backend.parallel import Lockstep
 
-from .resharding import load_model, load_optimizer
+from .resharding import load_model, load_optimizer, sharding_of
 from .shard_files import read_shard, read_shards, saved_world_size
 
 __all__ = ["PublishedCheckpoints", "text_adapters"]
@@ -94,10 +94,10 @@ class PublishedCheckpoints(FSDPCheckpointManager):
             self._publish(Path(local_path) / "huggingface", adapted)
 
     def load_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
-        """Load, whatever number of ranks saved; see the base class.
+        """Load, whatever ranks saved and however they shared experts; see the base class.
 
-        With other ranks than saved, random states are those of rank ``r % saved``, and the folder
-        must be visible to every rank.
+        With another number of ranks than saved, random states are those of rank ``r % saved``. The
+        folder must then be visible to every rank, as it must if experts are shared otherwise.
 
         Raises:
             ValueError: on every rank; files are missing or damaged, or do not fit the model.
@@ -108,11 +108,23 @@ class PublishedCheckpoints(FSDPCheckpointManager):
         folder = Path(local_path)
         with self.lockstep.agree():
             saved = saved_world_size(folder, self._kinds(), self.rank, self.world_size)
-        if self.lockstep.most([saved != self.world_size]) == [False]:
+            alike = saved == self.world_size and self._sharded_alike(folder)
+        if self.lockstep.most([int(not alike)]) == [0]:
             super().load_checkpoint(local_path, *args, **kwargs)
             return
         with self.lockstep.agree():
             self._reshard(folder, saved)
+
+    def _sharded_alike(self, folder: Path) -> bool:
+        if not self.should_load_model:
+            return True
+        saved, live = (
+            read_shard(folder, "model", self.world_size, self.rank),
+            self.model.state_dict(),
+        )
+        return all(
+            sharding_of(saved[n]) == sharding_of(live[n]) for n in saved.keys() & live.keys()
+        )
 
     def _kinds(self) -> list[str]:
         loaded = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["copy_shards", "load_model", "load_optimizer", "shard_spans"]
+__all__ = ["copy_shards", "load_model", "load_optimizer", "shard_spans", "sharding_of"]
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -60,6 +60,13 @@ def shard_spans(
         first = min(start + step * coordinate[axis], stop)
         spans[cutting[axis]] = first, min(first + step, stop)
     return tuple(spans)
+
+
+def sharding_of(tensor: Tensor) -> Any:
+    """What two tensors must have in common for their shards to be the same parts."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return tuple(tensor.device_mesh.shape), tuple(tensor.placements)
 
 
 def _own(tensor: Tensor) -> tuple[Spans, Tensor]:

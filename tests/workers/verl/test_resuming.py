@@ -31,12 +31,12 @@ def _group(rank: int, world: int, rendezvous: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _engine(root: Path, mode: str) -> Any:
+def _engine(root: Path, mode: str, owners: int | None = None) -> Any:
     from longstraw_backend.workers.verl.standalone import build_engine
 
     rank = 4 if mode == "lora" else 0
     path = str(root / FAMILIES[mode])
-    owners = dist.get_world_size() if mode == "experts" else 1
+    owners = owners or (dist.get_world_size() if mode == "experts" else 1)
     options = OPTIONS | {"expert_parallel_size": owners}
     engine = build_engine("longstraw", path, options=options, lora_rank=rank, lr=1e-2)
     if rank:
@@ -81,8 +81,8 @@ def _saved_and_continued(root: Path, folder: Path, mode: str) -> Any:
     return *saved, _seen(engine)
 
 
-def _resumed(root: Path, folder: Path, mode: str) -> Any:
-    engine = _engine(root, mode)
+def _resumed(root: Path, folder: Path, mode: str, owners: int | None = None) -> Any:
+    engine = _engine(root, mode, owners)
     engine.load_checkpoint(str(folder / mode))
     loaded = _seen(engine), _schedule_and_rng(engine)
     _step(engine)
@@ -114,6 +114,7 @@ def _all(rank: int, world: int, *, root: Path) -> Any:
     found: dict[str, Any] = {}
     found["saved by 2"] = {m: _saved_and_continued(root, folders[2], m) for m in FAMILIES}
     found["resumed by 2 of 2"] = {m: _resumed(root, folders[2], m) for m in FAMILIES}
+    found["with all experts each"] = {"experts": _resumed(root, folders[2], "experts", owners=1)}
     dist.destroy_process_group()
     with _group(0, 1, root / f"alone{rank}"):
         found["resumed by 1 of 2"] = {m: _resumed(root, folders[2], m) for m in mine}
@@ -164,6 +165,15 @@ def test_the_next_step_is_that_of_the_ranks_that_saved(
             assert _relative(stepped[kind], went_on[kind]) <= 1e-6
         assert _relative(stepped["weights"], loaded["weights"]) > 1e-4
         assert saved != resumed or _equal(stepped, went_on)
+
+
+def test_experts_resume_on_ranks_that_share_them_otherwise(found: dict[str, Any]) -> None:
+    sources = found["saved by 2"]["experts"]
+    for (at_save, _, went_on), (loaded, _, stepped) in zip(
+        sources, found["with all experts each"]["experts"], strict=True
+    ):
+        assert _equal(loaded, at_save)
+        assert _relative(stepped["weights"], went_on["weights"]) <= 1e-6
 
 
 def test_only_adapters_have_state_with_lora(found: dict[str, Any]) -> None:
