@@ -88,24 +88,30 @@ def _experts_model() -> Any:
     return tiny_model("qwen3_moe", dtype=torch.bfloat16, num_experts=8)
 
 
-def _everything(rank: int) -> dict[Any, Any]:
-    fresh = partial(Ranks.of, dist.group.WORLD)
+def _everything(rank: int) -> dict[int, dict[Any, Any]]:
+    """By number of ranks: two pairs, then all four."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return {2: _counted(pairs[rank // 2]), 4: _counted(dist.group.WORLD)}
+
+
+def _counted(group: dist.ProcessGroup | None) -> dict[Any, Any]:
+    fresh = partial(Ranks.of, group)
     cases = [(case, *mode) for case in FAMILIES for mode in MODES]
     sent: dict[Any, Any] = {case[:2]: dict(_sent(*case, fresh()).sent) for case in cases}
     return sent | {"experts": _experts_sent(fresh())}
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
-def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[Any, Any]]:
-    return run_ranks(_everything, request.param, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, dict[Any, Any]]]:
+    return run_ranks(_everything, 4, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("gradient", "checkpointing", "responses"), MODES)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_counted_is_what_the_formulas_say(
-    results: list[dict[Any, Any]],
+    results: list[dict[int, dict[Any, Any]]],
+    world: int,
     case: str,
     gradient: Gradient,
     checkpointing: bool,
@@ -115,21 +121,23 @@ def test_counted_is_what_the_formulas_say(
         _model(case).config,
         PROMPT,
         responses,
-        Split(len(results)),
+        Split(world),
         chunk=BLOCK,
         response_block=BLOCK,
         gradient=gradient,
         checkpointing=checkpointing,
     )
     for result in results:
-        assert result[case, gradient] == expected
+        assert result[world][case, gradient] == expected
 
 
-def test_experts_send_what_the_formula_says(results: list[dict[Any, Any]]) -> None:
-    world = len(results)
+@pytest.mark.parametrize("world", [2, 4])
+def test_experts_send_what_the_formula_says(
+    results: list[dict[int, dict[Any, Any]]], world: int
+) -> None:
     expected = experts(_experts_model().config, range(ROWS * world), Split(world, world))
     for result in results:
-        assert result["experts"] == expected
+        assert result[world]["experts"] == expected
 
 
 def test_one_rank_sends_nothing() -> None:
