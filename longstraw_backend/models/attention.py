@@ -41,7 +41,7 @@ def _attention(
         key,
         value,
         segment.resident(layer),
-        walk.ranks,
+        walk.ranks.named("attention"),
         resident=segment.stop > 0,
         scale=scaling,
         staging=segment.staging,

@@ -30,6 +30,7 @@ from longstraw_backend.state import Recurrent
 from .delta_heads import DeltaHeads
 
 __all__ = [
+    "can_share",
     "can_share_heads",
     "check_block",
     "deal_channels",
@@ -141,8 +142,12 @@ def check_block(
 
 def can_share_heads(heads: DeltaHeads, size: int) -> bool:
     """Whether so many ranks can own the heads; else each must own a run of tokens."""
-    keys, values = heads.key_heads, heads.value_heads
-    return keys % size == 0 or (size % keys == 0 and values % size == 0)
+    return can_share(heads.key_heads, heads.value_heads, size)
+
+
+def can_share(key_heads: int, value_heads: int, size: int) -> bool:
+    """:func:`can_share_heads` for so many heads."""
+    return key_heads % size == 0 or (size % key_heads == 0 and value_heads % size == 0)
 
 
 def _copies(heads: DeltaHeads, size: int) -> int:

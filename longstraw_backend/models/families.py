@@ -26,6 +26,7 @@ __all__ = [
     "check_routers",
     "check_supported",
     "family_name",
+    "layer_types_of",
     "mixers_of",
     "text_model_type",
 ]
@@ -117,14 +118,22 @@ def text_model_type(name: str) -> str:
     return next(f.model_types[name] for f in FAMILIES if name in f.model_types)
 
 
+def layer_types_of(config: Any) -> Sequence[str]:
+    """The type of each layer, by which its family lists mixers.
+
+    Raises:
+        ValueError: the family is not supported.
+    """
+    return _family(config).layer_types(config)
+
+
 def mixers_of(config: Any) -> list[Mixer]:
     """The mixer of each layer.
 
     Raises:
         ValueError: the family, or one of its layers, is not supported.
     """
-    name = family_name(config)
-    family = next(f for f in FAMILIES if name in f.model_types)
+    name, family = family_name(config), _family(config)
     known, types = family.mixers, family.layer_types(config)
     unknown = ", ".join(sorted(set(types) - known.keys()))
     if unknown or getattr(config, "use_sliding_window", False):
@@ -133,6 +142,11 @@ def mixers_of(config: Any) -> list[Mixer]:
             f"layer_types: only {' and '.join(known)} is supported for {name}, got {found}"
         )
     return [known[kind] for kind in types]
+
+
+def _family(config: Any) -> Family:
+    name = family_name(config)
+    return next(f for f in FAMILIES if name in f.model_types)
 
 
 def check_supported(config: Any) -> None:

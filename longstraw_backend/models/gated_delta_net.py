@@ -57,7 +57,7 @@ def _mixed(
 
     Ranks that share the block own some heads each; more ranks than heads a run of tokens each.
     """
-    ranks, wanted = walk.ranks, walk.commit or walk.reverse
+    ranks, wanted = walk.ranks.named("delta_rule"), walk.commit or walk.reverse
     if ranks.size == 1:
         before = _boundary(walk, layer, tokens[0], heads)
         return heads.run(*tokens, before, final_state=wanted)

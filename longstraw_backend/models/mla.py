@@ -234,7 +234,7 @@ def _select(
     where: Any = dict(start=place.start, runs=place.runs, scale=spec.dim**-0.5)
     where["k"] = min(spec.k, place.start + place.tokens)
     picked = [
-        owners_topk(*row, _rows(pages, i), place.ranks, **where)
+        owners_topk(*row, _rows(pages, i), place.ranks.named("selection"), **where)
         for i, row in enumerate(zip(q, weights, keys, strict=True))
     ]
     return torch.stack(picked)
@@ -258,16 +258,17 @@ def _attend(
     place: Place,
 ) -> Tensor:
     """Output in the latent space, [B, S, N, latent]."""
+    ranks = place.ranks.named("latent")
     if kind == "dense":
         how: Any = dict(scale=spec.scale, value_dim=spec.latent, page_grads=grads)
         resident = place.start > 0
-        return owners_dense_mla(q, latents, pages, place.ranks, resident=resident, **how)
+        return owners_dense_mla(q, latents, pages, ranks, resident=resident, **how)
     if selection is None:
         raise ValueError("selection: a shared layer needs that of a full layer before it")
     where: Any = dict(start=place.start, runs=place.runs, scale=spec.scale, value_dim=spec.latent)
     where["page_grads"] = None if grads is None else [g if g is None else g[0] for g in grads]
     rows = [
-        owners_sparse_mla(*row, _rows(pages, i), place.ranks, **where).out
+        owners_sparse_mla(*row, _rows(pages, i), ranks, **where).out
         for i, row in enumerate(zip(q, latents, selection, strict=True))
     ]
     return torch.stack(rows)

@@ -18,6 +18,9 @@ key/value heads of width H:
     backward    N H queries, N (2 H + 1) gradients, outputs and log-sum-exps, N H dq,
                 4 K H keys and values and their gradients
 
+What is gathered sets out before a rank computes what it needs nothing of others for, causal
+attention over its own run and the backward of that, and is waited for after it.
+
 Legend: B rows, R ranks, T tokens of the block, T/R of a run.
 """
 
@@ -42,7 +45,7 @@ from longstraw_backend.kernels.segment_attention.parts import (
 )
 from longstraw_backend.kernels.staging import Staging
 
-from .exchange import Ranks, all_to_all, by_run, side_by_side, summed_run
+from .exchange import Arriving, Ranks, all_to_all, arriving, by_run, summed_run
 
 __all__ = ["owners_attention"]
 
@@ -103,11 +106,13 @@ class _OwnersAttention(torch.autograd.Function):
         page_grads: Sequence[Page | None],
         *flat: Tensor,
     ) -> Tensor:
-        pages = pages_of(flat)
+        block_kv = _gathering((k, v), ranks)
+        block_q = _gathering((q,), ranks) if resident else []
         merged = Merge(*over_own(q, k, v, how))
-        over_pages(merged, q, _runs_before(k, v, ranks), how)
-        if resident:
-            for part in zip(*_of_owners(q, pages, ranks, how), strict=True):
+        over_pages(merged, q, _runs_before(block_kv, k, ranks), how)
+        for arrived in block_q:
+            parts = _of_owners(arrived.wait(), pages_of(flat), ranks, how)
+            for part in zip(*parts, strict=True):
                 merged.add(*part)
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse, *flat)
@@ -119,11 +124,11 @@ class _OwnersAttention(torch.autograd.Function):
         q, k, v, out, lse, *flat = ctx.saved_tensors
         ranks: Ranks = ctx.ranks
         dout = dout.contiguous()
-        dq, dk, dv = _back_of_block(dout, q, k, v, out, lse, ranks, ctx.how)
+        block_kv = _gathering((k, v), ranks)
+        queries = _gathering((dout, q, out, lse[..., None]), ranks) if ctx.resident else []
+        dq, dk, dv = _back_of_block(dout, q, k, v, out, lse, block_kv, ranks, ctx.how)
         if ctx.resident:
-            dout_, q_, out_, lse_ = (
-                side_by_side(x, ranks, TOKENS) for x in (dout, q, out, lse[..., None])
-            )
+            dout_, q_, out_, lse_ = (x.wait() for x in queries)
             dq_block = torch.zeros(q_.shape, dtype=lse.dtype, device=q.device)
             how, grads = ctx.how, ctx.page_grads
             back_over_pages(dq_block, dout_, q_, out_, lse_[..., 0], pages_of(flat), grads, how)
@@ -131,24 +136,28 @@ class _OwnersAttention(torch.autograd.Function):
         return (dq.to(q.dtype), dk, dv, *([None] * (4 + len(flat))))
 
 
-def _runs_before(k: Tensor, v: Tensor, ranks: Ranks) -> list[Page]:
+def _gathering(parts: Sequence[Tensor], ranks: Ranks) -> list[Arriving]:
+    """Tensors of all ranks' runs, on their way to be side by side."""
+    return [arriving(x, ranks, TOKENS) for x in parts]
+
+
+def _runs_before(block_kv: Sequence[Arriving], k: Tensor, ranks: Ranks) -> list[Page]:
     """Keys and values of the block's runs before this rank's, as one page; all ranks gather."""
     stop = ranks.rank * k.shape[TOKENS]
-    before = [side_by_side(x, ranks, TOKENS)[:, :, :stop] for x in (k, v)]
+    before = [x.wait()[:, :, :stop] for x in block_kv]
     return [Page(*before)] if stop else []
 
 
-def _of_owners(q: Tensor, pages: Sequence[Page], ranks: Ranks, how: How) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps of this run's queries over each owner's pages, [R, ...]."""
-    block = side_by_side(q, ranks, TOKENS)
+def _of_owners(block: Tensor, pages: Sequence[Page], ranks: Ranks, how: How) -> list[Tensor]:
+    """Outputs and log-sum-exps of this run's queries over each owner's pages, [R, ...], from the
+    whole block's queries."""
     merged = over_pages(None, block, pages, how)
     if merged is None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        nothing = torch.full(block.shape[:3], float("-inf"), dtype=wide, device=q.device)
+        wide = torch.promote_types(block.dtype, torch.float32)
+        nothing = torch.full(block.shape[:3], float("-inf"), dtype=wide, device=block.device)
         merged = Merge(torch.zeros_like(block), nothing)
-    parts = merged.out.to(q.dtype), merged.lse
-    out, lse = (all_to_all(by_run(x, ranks, TOKENS), ranks) for x in parts)
-    return out, lse
+    parts = merged.out.to(block.dtype), merged.lse
+    return [all_to_all(by_run(x, ranks, TOKENS), ranks) for x in parts]
 
 
 def _back_of_block(
@@ -158,12 +167,13 @@ def _back_of_block(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    block_kv: Sequence[Arriving],
     ranks: Ranks,
     how: How,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq of the block's own keys, wide, and dk and dv of this rank's, from all ranks' queries."""
     dq, *own = back_over_own(dout, q, k, v, out, lse, how)
-    before = _runs_before(k, v, ranks)
+    before = _runs_before(block_kv, k, ranks)
     start, length = ranks.rank * k.shape[TOKENS], k.shape[TOKENS]
     shape = (*k.shape[:2], ranks.size * length, k.shape[3])
     sums = Page(*(torch.zeros(shape, dtype=lse.dtype, device=q.device) for _ in range(2)))

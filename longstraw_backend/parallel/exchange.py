@@ -7,23 +7,29 @@ bits.
 
 Rows for experts are dealt unevenly: each rank says how many go where.
 
+What leaves this rank for others is counted in ``Ranks.traffic``, by the purpose of ``Ranks.named``.
+
 Legend: R ranks, T tokens of the block, T/R those of a rank, S rows of any kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .traffic import Purpose, Traffic
+
 __all__ = [
+    "Arriving",
     "Ranks",
     "all_gathered",
     "all_to_all",
+    "arriving",
     "by_run",
     "deal",
     "gather_tokens",
@@ -43,11 +49,15 @@ class Ranks:
         group: None if it is alone.
         rank: within the group.
         size: of the group.
+        purpose: what is exchanged through this value.
+        traffic: counts it; shared by all values made from one.
     """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
+    purpose: Purpose = field(default="other", compare=False)
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -55,6 +65,10 @@ class Ranks:
         if group is None or dist.get_world_size(group) == 1:
             return cls()
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def named(self, purpose: Purpose) -> Ranks:
+        """The same ranks and counter, for exchanges of another purpose."""
+        return replace(self, purpose=purpose)
 
     def run(self, tokens: int) -> int:
         """Tokens of each rank's run of a block, padding included."""
@@ -66,6 +80,10 @@ class Ranks:
         start = min(self.rank * run, tokens)
         return slice(start, min(start + run, tokens))
 
+    def count(self, nbytes: int) -> None:
+        """Add bytes that leave this rank for others."""
+        self.traffic.add(self.purpose, nbytes)
+
 
 def all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
     """Part s of every rank r, [R, ...], goes to rank s, as its part r. Without gradient."""
@@ -73,6 +91,7 @@ def all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
         return parts
     sent = parts.contiguous()
     received = torch.empty_like(sent)
+    ranks.count(sent.nbytes // ranks.size * (ranks.size - 1))
     dist.all_to_all_single(received, sent, group=ranks.group)
     return received
 
@@ -169,6 +188,8 @@ def _dealt(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> 
     if ranks.group is None:
         return rows.clone()
     out = rows.new_empty(sum(received), *rows.shape[1:])
+    leaving = rows.shape[0] - sent[ranks.rank]
+    ranks.count(leaving * rows.shape[1:].numel() * rows.element_size())
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=ranks.group)
     return out
 
@@ -177,6 +198,44 @@ def all_gathered(x: Tensor, ranks: Ranks) -> Tensor:
     """Every rank's ``x``, [R, ...]. Without gradient."""
     if ranks.group is None:
         return x[None]
-    out = x.new_empty(ranks.size, *x.shape)
-    dist.all_gather_into_tensor(out, x.contiguous()[None], group=ranks.group)
-    return out
+    return _start_gathering(x, ranks, later=False).out
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A block that is on its way from all ranks; :func:`arriving` makes it.
+
+    Attributes:
+        own: this rank's part, which must live until it is sent.
+        out: where the parts arrive, [R, ...].
+        work: the exchange; None if there is nothing to wait for.
+        dim: of ``own``, along which the parts lie side by side.
+    """
+
+    own: Tensor
+    out: Tensor
+    work: dist.Work | None
+    dim: int
+
+    def wait(self) -> Tensor:
+        """The block. Every rank must wait for what it has started."""
+        if self.work is not None:
+            self.work.wait()
+        return torch.cat(list(self.out), self.dim)
+
+
+def arriving(x: Tensor, ranks: Ranks, dim: int) -> Arriving:
+    """:func:`side_by_side` begun: the caller computes, and waits for it when it needs it.
+
+    All ranks begin their exchanges in the same order.
+    """
+    if ranks.group is None:
+        return Arriving(x, x[None], None, dim)
+    return _start_gathering(x, ranks, dim, later=True)
+
+
+def _start_gathering(x: Tensor, ranks: Ranks, dim: int = 0, *, later: bool) -> Arriving:
+    own, out = x.contiguous(), x.new_empty(ranks.size, *x.shape)
+    ranks.count(own.nbytes * (ranks.size - 1))
+    work = dist.all_gather_into_tensor(out, own[None], group=ranks.group, async_op=later)
+    return Arriving(own, out, work, dim)

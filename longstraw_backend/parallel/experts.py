@@ -116,6 +116,7 @@ def expert_parallel(ranks: Ranks) -> ExpertsForward:
         weights and the parameters: plain tensors [E/R, ...], or DTensors sharded by expert, whose
         gradients are such DTensors. It raises ValueError for modules that are refused.
     """
+    ranks = ranks.named("experts")
 
     def forward(
         experts: Any, hidden_NH: Tensor, top_k_index: Tensor, top_k_weights: Tensor

@@ -121,14 +121,14 @@ class BatchRun:
             self.meter.response_tokens += row.response.numel()
         model, config = self.walk.model, self.walk.config
         walk = ResponseWalk(model, config, pace, self.meter, bar, self.on_row, self.entropy)
-        with self.meter.phase(self._verb, model.device), segment.hold():
+        with self.meter.phase(self._verb, model), segment.hold():
             if not self.grad:
                 walk.score(tree, segment)
                 return
             segment.drop_cotangents()  # of a walk that failed half way
             walk.replay(tree, segment)
         if tree and config.gradient == "exact":
-            with self.meter.phase("prompt_backward", model.device), segment.hold():
+            with self.meter.phase("prompt_backward", model), segment.hold():
                 walk.reverse_prompt(group, segment)
 
 

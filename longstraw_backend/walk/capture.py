@@ -74,7 +74,7 @@ class GroupWalk:
         """The prompt's state from the store, or captured now."""
         segment = self.stored(key)
         if segment is None:
-            with meter.phase("capture", self.model.device), torch.no_grad():
+            with meter.phase("capture", self.model), torch.no_grad():
                 segment = capture_prompt(self.model, prompt, self.config, quiet=self.quiet)
             meter.prompt_tokens_captured += segment.length
             self.store.put(key, segment)

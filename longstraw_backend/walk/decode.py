@@ -105,7 +105,9 @@ def decode(
     with segment.branch(max(s.max_new_tokens for s in samplings)) as branch:
         while not all(s.stop_reason for s in samples):
             (logits,) = advance(model, tokens[:, None], branch, head=last_logits)
-            logits = all_gathered(logits, model.ranks)[0]  # a single token is the first rank's
+            logits = all_gathered(logits, model.ranks.named("logits"))[
+                0
+            ]  # the token is the first rank's
             tokens, log_probs = sample_tokens(logits, samplings, generator)
             tokens = lockstep.same_tokens(tokens.contiguous())
             add_tokens(samples, tokens, log_probs, samplings)
@@ -131,7 +133,7 @@ def generate(
     segment = captured_in_lockstep(walk, group, key(group.digest), meter, lockstep)
     assert segment is not None
     generator = torch.Generator(device=walk.model.device).manual_seed(seed)
-    with meter.phase("decode", walk.model.device):
+    with meter.phase("decode", walk.model):
         return decode(
             walk.model, segment, prompt, samplings, generator=generator, lockstep=lockstep
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from longstraw_backend.models import DrivenModel
 
 __all__ = ["Meter"]
 
@@ -19,6 +21,8 @@ class Meter:
 
     Attributes:
         seconds: wall time per phase (capture, score, replay, prompt_backward) with device work.
+        sent: bytes that left this rank in a phase for others that share the prompt, by purpose;
+            ``parallel/traffic.py`` says what is counted.
         prompt_tokens_captured: prompt tokens that were run.
         full_sequence_tokens: prompt and response tokens an ordinary trainer would have run.
         response_tokens: response tokens scored or replayed.
@@ -31,6 +35,7 @@ class Meter:
     """
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     prompt_tokens_captured: int = 0
     full_sequence_tokens: int = 0
     response_tokens: int = 0
@@ -46,8 +51,11 @@ class Meter:
         self.__dict__.update(Meter().__dict__)
 
     @contextmanager
-    def phase(self, name: str, device: torch.device) -> Iterator[None]:
-        """Time a phase; on CUDA waits for the device, twice per capture or replay."""
+    def phase(self, name: str, model: DrivenModel) -> Iterator[None]:
+        """Time a phase and count what it sends; on CUDA waits for the device, twice per capture or
+        replay."""
+        device, traffic = model.device, model.ranks.traffic
+        before = traffic.sent.copy()
         _wait(device)
         began = time.perf_counter()
         try:
@@ -55,22 +63,31 @@ class Meter:
         finally:
             _wait(device)
             self.seconds[name] += time.perf_counter() - began
+            self.sent[name] += traffic.since(before)
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers under ``longstraw/``."""
         named = {f"longstraw/{phase}_seconds": spent for phase, spent in self.seconds.items()}
-        return named | {
-            "longstraw/prompt_tokens_captured": float(self.prompt_tokens_captured),
-            "longstraw/prompt_tokens_full_sequence": float(
-                self.full_sequence_tokens - self.response_tokens
-            ),
-            "longstraw/response_tokens": float(self.response_tokens),
-            "longstraw/resident_state_bytes": float(self.state_bytes),
-            "longstraw/graph_tokens_peak": float(self.graph_tokens_peak),
-            "longstraw/forward_tokens": float(self.forward_tokens),
-            "longstraw/backward_tokens": float(self.backward_tokens),
-            "longstraw/cotangent_bytes": float(self.cotangent_bytes),
+        sent = {
+            f"longstraw/{phase}_bytes_sent": float(self.sent[phase].total())
+            for phase in self.seconds
         }
+        return (
+            named
+            | sent
+            | {
+                "longstraw/prompt_tokens_captured": float(self.prompt_tokens_captured),
+                "longstraw/prompt_tokens_full_sequence": float(
+                    self.full_sequence_tokens - self.response_tokens
+                ),
+                "longstraw/response_tokens": float(self.response_tokens),
+                "longstraw/resident_state_bytes": float(self.state_bytes),
+                "longstraw/graph_tokens_peak": float(self.graph_tokens_peak),
+                "longstraw/forward_tokens": float(self.forward_tokens),
+                "longstraw/backward_tokens": float(self.backward_tokens),
+                "longstraw/cotangent_bytes": float(self.cotangent_bytes),
+            }
+        )
 
 
 def _wait(device: torch.device) -> None:

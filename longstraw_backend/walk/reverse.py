@@ -33,6 +33,7 @@ Turn = Callable[[int], AbstractContextManager[None]]
 
 def seen(out: LogProbs, tokens: int, ranks: Ranks) -> LogProbs:
     """The values of a whole block, [tokens] each, on every rank that shares it; without graph."""
+    ranks = ranks.named("log_probs")
     return LogProbs(*(whole(x.detach(), tokens, ranks) for x in out))
 
 
