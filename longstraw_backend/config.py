@@ -29,6 +29,8 @@ _POSITIVE_INTEGERS = (
     "context_parallel_size",
 )
 
+_OPTIONAL_INTEGERS = "prompt_block", "replay_tokens", "max_prompt_tokens", "expert_parallel_size"
+
 
 @dataclass(frozen=True)
 class LongStrawConfig:
@@ -46,6 +48,9 @@ class LongStrawConfig:
             then captured in these blocks.
         shared_tokens: responses of a group that have at least so many tokens in common from their
             beginning, as turns of an agent do, share them: they are run once.
+        replay_tokens: responses that follow each other in a group, are no longer than a block and
+            have one temperature share a pass while their number times the longest is at most so
+            many tokens; that many are then in one graph. None runs each alone.
         cotangent_dtype: in which cotangents of pages add up; never narrower than the pages.
         chunk_tokens: prompt tokens per capture chunk. It need not divide the prompt. For models
             with gated-delta-net layers prefer a multiple of 64, the chunk of the delta rule, which
@@ -79,6 +84,7 @@ class LongStrawConfig:
     response_block: int = 8192
     prompt_block: int | None = None
     shared_tokens: int = 256
+    replay_tokens: int | None = None
     cotangent_dtype: CotangentDtype = "float32"
     chunk_tokens: int = 4096
     page_tokens: int = 131072
@@ -108,7 +114,7 @@ class LongStrawConfig:
             _check_positive_integer(name, getattr(self, name))
         if self.report_gradient_gap_every:
             _check_positive_integer("report_gradient_gap_every", self.report_gradient_gap_every)
-        for name in ("prompt_block", "max_prompt_tokens", "expert_parallel_size"):
+        for name in _OPTIONAL_INTEGERS:
             if getattr(self, name) is not None:
                 _check_positive_integer(name, getattr(self, name))
         for name in ("chunk_tokens", "prompt_block", "response_block"):

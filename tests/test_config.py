@@ -26,6 +26,7 @@ def test_defaults_are_valid() -> None:
         ({"chunk_tokens": 4096.0}, "chunk_tokens: expected a positive integer, got 4096.0"),
         ({"page_tokens": "4k"}, "page_tokens: expected a positive integer, got '4k'"),
         ({"head_chunk_tokens": None}, "head_chunk_tokens: expected a positive integer, got None"),
+        ({"replay_tokens": 0}, "replay_tokens: expected a positive integer, got 0"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens: expected a positive integer, got 0"),
         ({"context_parallel_size": 0}, "context_parallel_size: expected a positive integer, got 0"),
         (
@@ -55,7 +56,7 @@ def test_rejects_values_out_of_range(options: dict[str, Any], text: str) -> None
     "options",
     [
         {"chunk_tokens": 1, "page_tokens": 1, "head_chunk_tokens": 1},
-        {"state_budget_gb": 0, "max_prompt_tokens": 1},
+        {"state_budget_gb": 0, "max_prompt_tokens": 1, "replay_tokens": 1},
         {"host_state": KINDS, "staging": "layer", "host_state_budget_gb": 0},
         {"state_budget_gb": float("inf"), "activation_checkpointing": True, "progress": False},
     ],

@@ -69,6 +69,7 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
         "prompts": "number of groups",
         "chunk": "prompt tokens per capture chunk, and with exact per block in reverse",
         "response_block": "response tokens in one graph",
+        "replay_tokens": "tokens of short responses that share a pass, at most; 0 runs each alone",
         "turns": "turns of a response, all but the last shared between rows",
         "seed": "of the model, the tokens and the loss weights",
         "lora": "rank of LoRA adapters with non-zero B; 0 trains all parameters",

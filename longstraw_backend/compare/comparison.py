@@ -164,6 +164,7 @@ def _config(settings: Settings, gradient: Gradient) -> LongStrawConfig:
         gradient=gradient,
         chunk_tokens=settings.chunk,
         response_block=settings.response_block,
+        replay_tokens=settings.replay_tokens or None,
         shared_tokens=max(1, turn_tokens(settings) // 2) if settings.turns > 1 else 256,
         progress=False,
     )

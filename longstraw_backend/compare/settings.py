@@ -31,6 +31,7 @@ _COUNTS = {
     "prompts": 1,
     "chunk": 1,
     "response_block": 1,
+    "replay_tokens": 0,
     "turns": 1,
     "seed": 0,
     "lora": 0,
@@ -53,6 +54,7 @@ class Settings:
         chunk: prompt tokens per capture chunk.
         gradient: which one we compute.
         response_block: response tokens in one graph.
+        replay_tokens: of short responses that share a pass, at most; 0 runs each alone.
         turns: of each response. With several, rows share all but the last: half as many versions of
             a turn as of the next one; the second half of a shared turn is an observation, without
             weight in the loss.
@@ -74,6 +76,7 @@ class Settings:
     lora: int = 0
     gradient: Gradient = "response_only"
     response_block: int = LongStrawConfig.response_block
+    replay_tokens: int = 0
     turns: int = 1
     against: Against | None = None
 

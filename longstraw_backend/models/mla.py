@@ -106,7 +106,7 @@ def mla_attention(
             ``full`` layer None, or what it selected for the same tokens over the same state before
             (a recomputation): scores over all keys are then not made again.
         latent_grads: for each of ``latent_pages`` where the backward adds its gradient, or None for
-            a constant; one row only. By default all are constants.
+            a constant: [1, T_i, C], the sum over rows. By default all are constants.
         place: by default this rank is alone, and the pages hold every token before.
 
     Raises:

@@ -173,8 +173,8 @@ def summed_run(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def whole(x: Tensor, tokens: int, ranks: Ranks) -> Tensor:
-    """All ranks' runs [T/R, ...] as the block [tokens, ...], without padding. Without gradient."""
-    return all_gathered(x, ranks).flatten(0, 1)[:tokens]
+    """All ranks' runs [..., T/R] as the block [..., tokens], without padding. Without gradient."""
+    return side_by_side(x, ranks, -1)[..., :tokens]
 
 
 def own_run(x: Tensor, ranks: Ranks) -> Tensor:

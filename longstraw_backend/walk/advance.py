@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,11 +65,11 @@ def advance(
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens of one row and what is to be predicted from each.
+    """Tokens of one row, or of several over the same state, and what is to be predicted from each.
 
     Attributes:
-        inputs: token ids, [T] int64.
-        targets: token ids, [T] int64.
+        inputs: token ids, [T] or [B, T] int64.
+        targets: token ids, in the same shape.
         temperature: of the distribution.
         entropy: whether entropies are wanted.
         head_chunk_tokens: tokens whose logits exist at one time.
@@ -82,8 +82,12 @@ class Block:
     head_chunk_tokens: int
 
     def __getitem__(self, part: slice) -> Block:
-        rest = self.temperature, self.entropy, self.head_chunk_tokens
-        return Block(self.inputs[part], self.targets[part], *rest)
+        return replace(self, inputs=self.inputs[..., part], targets=self.targets[..., part])
+
+    @property
+    def length(self) -> int:
+        """T, tokens of a row."""
+        return self.inputs.shape[-1]
 
 
 def predict(
@@ -96,7 +100,8 @@ def predict(
     reverse: bool = False,
     checkpointing: bool = False,
 ) -> LogProbs:
-    """:func:`advance` by a block with the log-prob head; [T / R] each, of this rank's run."""
+    """:func:`advance` by a block with the log-prob head; [T / R] or [B, T / R] each, of this
+    rank's run."""
     head = log_probs_head(
         own_run(block.targets, model.ranks).to(model.device),
         block.temperature,
@@ -105,7 +110,7 @@ def predict(
     )
     out = advance(
         model,
-        block.inputs[None].to(model.device),
+        torch.atleast_2d(block.inputs).to(model.device),
         segment,
         grad=grad,
         commit=commit,

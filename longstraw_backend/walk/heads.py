@@ -22,22 +22,24 @@ def last_logits(
 
 
 def log_probs_head(
-    targets_T: Tensor, temperature: float, *, entropy: bool, chunk_tokens: int
+    targets: Tensor, temperature: float, *, entropy: bool, chunk_tokens: int
 ) -> Head:
-    """Score and replay: log-probs (and entropies) of the targets of a single row, [T] each."""
+    """Score and replay: log-probs (and entropies) of the targets, [B, T] or, of a single row, [T];
+    in the same shape."""
 
     def head(hidden_BTD: Tensor, weight: Tensor, _: Callable[..., Tensor]) -> LogProbs:
         device = hidden_BTD.device.type
         if torch.is_autocast_enabled(device):
             weight = weight.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
-            return logprob_head(
-                hidden_BTD[0],
+            out = logprob_head(
+                hidden_BTD.flatten(0, 1),
                 weight,
-                targets_T,
+                targets.flatten(),
                 temperature=temperature,
                 entropy=entropy,
                 chunk_tokens=chunk_tokens,
             )
+            return LogProbs(*(x.view(targets.shape) for x in out))
 
     return head

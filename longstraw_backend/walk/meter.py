@@ -27,8 +27,8 @@ class Meter:
         full_sequence_tokens: prompt and response tokens an ordinary trainer would have run.
         response_tokens: response tokens scored or replayed.
         state_bytes: resident prompt state at its peak, on the device and in CPU memory.
-        graph_tokens_peak: most tokens in one autograd graph.
-        forward_tokens: tokens run after the capture, with a graph or without.
+        graph_tokens_peak: most tokens in one autograd graph, what fills up its rows included.
+        forward_tokens: the same of all passes after the capture, with a graph or without.
         backward_tokens: tokens whose graph had a backward.
         branch_bytes: state and cotangents of a response that is walked in reverse, at their peak.
         cotangent_bytes: cotangents of a prompt's state, at their peak.

@@ -32,7 +32,8 @@ Turn = Callable[[int], AbstractContextManager[None]]
 
 
 def seen(out: LogProbs, tokens: int, ranks: Ranks) -> LogProbs:
-    """The values of a whole block, [tokens] each, on every rank that shares it; without graph."""
+    """The values of a whole block, [..., tokens] each, on every rank that shares it; without
+    graph."""
     ranks = ranks.named("log_probs")
     return LogProbs(*(whole(x.detach(), tokens, ranks) for x in out))
 
@@ -51,7 +52,7 @@ def backward_of(out: LogProbs, leaves: LogProbs, ranks: Ranks, part: slice = sli
     """
     roots = [(x, leaf) for x, leaf in zip(out, leaves, strict=True) if x.requires_grad]
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in roots]
-    torch.autograd.backward([x for x, _ in roots], [own_run(g[part], ranks) for g in grads])
+    torch.autograd.backward([x for x, _ in roots], [own_run(g[..., part], ranks) for g in grads])
 
 
 def reverse_response(

@@ -26,7 +26,11 @@ from tests.walk.cases import batch, model, theirs, tokens
 
 WORLD = 2
 GRADIENT_BARS = {"qwen3": 1e-9, "qwen3_5": DELTA_NET_GRADIENT_BAR}
-CASES = list(itertools.product(GRADIENT_BARS, get_args(Gradient)))
+CASES = [
+    *itertools.product(GRADIENT_BARS, get_args(Gradient), [False]),
+    *itertools.product(GRADIENT_BARS, ["exact"], [True]),
+]
+"""Family, gradient, and whether short responses share passes: other ones on each rank."""
 ROWS = [(40, 6), (23, 1), (40, 1), (23, 5), (40, 0), (9, 3), (9, 2), (40, 4)]
 SHARES = {"uneven": [[0], [1, 2]], "one has none": [[], [0, 1, 2]], "all on one": [[0, 1, 2], []]}
 """Groups of each rank, by their place in the batch: 40, 23 and 9 prompt tokens."""
@@ -71,7 +75,7 @@ def _whole(one: GroupWalk) -> dict[str, torch.Tensor]:
     return {n: g.full_tensor() for n, g in gradients_of(one.model.module).items()}  # type: ignore
 
 
-def _uneven_work(rank: int, family: str, gradient: Gradient) -> dict[str, Any]:
+def _uneven_work(rank: int, family: str, gradient: Gradient, waves: bool) -> dict[str, Any]:
     groups, objective = batch(ROWS)
     found = {}
     for name, shares in SHARES.items():
@@ -79,6 +83,7 @@ def _uneven_work(rank: int, family: str, gradient: Gradient) -> dict[str, Any]:
             gradient=gradient,
             chunk_tokens=7 + 4 * rank,
             response_block=3 + 10 * rank,
+            replay_tokens=6 + 12 * rank if waves else None,
             page_tokens=16,
             progress=False,
         )
@@ -125,14 +130,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SHARES)
-@pytest.mark.parametrize(("family", "gradient"), CASES)
+@pytest.mark.parametrize(("family", "gradient", "waves"), CASES)
 def test_ranks_with_different_work_give_the_gradients_of_one(
-    results: list[dict[str, Any]], family: str, gradient: Gradient, name: str
+    results: list[dict[str, Any]], family: str, gradient: Gradient, waves: bool, name: str
 ) -> None:
     groups, objective = batch(ROWS)
     mode: Mode = "full" if gradient == "exact" else "detached"
     expected = theirs(model(family), groups, objective, mode)
-    first, second = (result["work"][family, gradient][name] for result in results)
+    first, second = (result["work"][family, gradient, waves][name] for result in results)
     rows = first["rows"] | second["rows"]
     assert rows.keys() == expected.rows.keys()
     for index, row in expected.rows.items():
