@@ -29,7 +29,8 @@ from rich.table import Table
 from longstraw_backend.compare.comparison import versions
 from longstraw_backend.compare.ranks import on_ranks
 from longstraw_backend.compare.settings import Dtype, Settings
-from longstraw_backend.compare.split import Trained, measure, train
+from longstraw_backend.compare.split import measure
+from longstraw_backend.compare.two_steps import Trained, train
 from longstraw_backend.config import Gradient
 from longstraw_backend.groups import Group, group_rows
 from longstraw_backend.oracle import Objective

@@ -22,7 +22,7 @@ Exit code 0: within the bars (float64 1e-9, float32 1e-5 for log-probs and for t
 1e-7 for the float64 gradient of gated-delta-net families, whose stock modules are partly float32;
 bfloat16 twice the ordinary trainer's own error against float32; score and replay bitwise equal).
 With more than one rank (--cp, --dp) the other side is our own run on one rank, and parameters after
-two steps of AdamW are compared too (gradient and parameters: float64 1e-10, float32 1e-6).
+two steps of AdamW are compared too: float64 1e-10 for them and the gradient, float32 1e-6 for them.
 1: not within them. 2: bad arguments.
 """
 
@@ -92,7 +92,7 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="ranks that share the experts of a layer (as many of cp as divide their number); "
-        "with more than one, LoRA leaves experts out",
+        "with more than one, LoRA is on attention layers only",
     )
 
 

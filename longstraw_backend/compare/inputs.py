@@ -58,7 +58,7 @@ def add_adapters(model: nn.Module, rank: int, seed: int, *, experts: bool = True
     """LoRA on all linear layers but the output embedding; B is random, zero hides A's gradient.
 
     Args:
-        experts: on fused experts and routers too.
+        experts: on fused experts too. Without them feed-forward layers get none at all.
 
     Raises:
         ValueError: peft is not installed.
@@ -92,9 +92,10 @@ def _linear_layers(model: nn.Module) -> str | list[str]:
 
 
 def _plain_linear_layers(model: nn.Module) -> list[str]:
-    """By full name: peft takes some last names for those of experts too."""
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return [name for name in linear if name != "lm_head"]
+    """Without dense and shared feed-forward layers: whatever is before their names, peft (0.21)
+    takes them for those of experts, and adapts experts instead."""
+    linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return sorted(linear - {"lm_head", "gate", "gate_proj", "up_proj", "down_proj"})
 
 
 def response_lengths(longest: int, group: int) -> list[int]:
