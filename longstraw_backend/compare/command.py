@@ -21,6 +21,8 @@ model, and report how far they are apart, how long each took and how much memory
 Exit code 0: within the bars (float64 1e-9, float32 1e-5 for log-probs and for the gradient;
 1e-7 for the float64 gradient of gated-delta-net families, whose stock modules are partly float32;
 bfloat16 twice the ordinary trainer's own error against float32; score and replay bitwise equal).
+With more than one rank (--cp, --dp) the other side is our own run on one rank, and parameters after
+two steps of AdamW are compared too: float64 1e-10 for them and the gradient, float32 1e-6 for them.
 1: not within them. 2: bad arguments.
 """
 
@@ -73,6 +75,9 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
         "turns": "turns of a response, all but the last shared between rows",
         "seed": "of the model, the tokens and the loss weights",
         "lora": "rank of LoRA adapters with non-zero B; 0 trains all parameters",
+        "cp": "ranks that share a prompt; cp x dp ranks are started, unless torchrun has done so, "
+        "and compared with one, over two steps of AdamW",
+        "dp": "parts that the groups are dealt to",
     }
     for name, text in counts.items():
         default = getattr(_DEFAULTS, name)
@@ -83,6 +88,13 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
             default=default,
             help=f"{text} ({default})",
         )
+    parser.add_argument(
+        "--ep",
+        type=int,
+        metavar="N",
+        help="ranks that share the experts of a layer (as many of cp as divide their number); "
+        "with more than one, LoRA is on attention layers only",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,6 +111,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--json: expected a file in an existing folder, got {args.json}; create it first"
         )
+    if settings.ranks > 1:
+        from .split_report import compare_and_report
+
+        return compare_and_report(settings, args.json)
     from .comparison import compare
     from .report import print_report, write_report
 

@@ -29,7 +29,7 @@ from .inputs import add_adapters, base_model, batch, turn_tokens
 from .settings import BARS, DELTA_NET_GRADIENT_BAR, Settings
 from .sides import Measured, driven, measured, ordinary, replay_batch, score_batch, walk_of
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "versions", "walk_config"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Comparison:
             "bars": self.bars,
             "within_bars": self.within_bars,
             "settings": asdict(self.settings),
-            "versions": _versions(),
+            "versions": versions(),
         }
 
 
@@ -116,7 +116,7 @@ def compare(settings: Settings) -> Comparison:
     groups, objective = batch(settings, config.vocab_size)
     truth = _float32_truth(settings, model, groups, objective)
     theirs = _reference(settings, model, groups, objective)
-    walk, meter = walk_of(driven(model), _config(settings, settings.gradient)), Meter()
+    walk, meter = walk_of(driven(model), walk_config(settings, settings.gradient)), Meter()
     ours = _longstraw(walk, groups, objective, meter)
     scored = score_batch(walk, groups, objective)
     errors = None
@@ -159,13 +159,15 @@ def _reference(
     return ordinary(model, groups, objective, _mode(settings))
 
 
-def _config(settings: Settings, gradient: Gradient) -> LongStrawConfig:
+def walk_config(settings: Settings, gradient: Gradient) -> LongStrawConfig:
+    """Of our side."""
     return LongStrawConfig(
         gradient=gradient,
         chunk_tokens=settings.chunk,
         response_block=settings.response_block,
         replay_tokens=settings.replay_tokens or None,
         shared_tokens=max(1, turn_tokens(settings) // 2) if settings.turns > 1 else 256,
+        context_parallel_size=settings.cp,
         progress=False,
     )
 
@@ -192,7 +194,7 @@ def _gap(
     """From one more replay of the batch, for the gradient that was not asked for."""
     other: Gradient = "exact" if settings.gradient == "response_only" else "response_only"
     model.module.zero_grad(set_to_none=True)
-    found = replay_batch(walk_of(model, _config(settings, other)), groups, objective)
+    found = replay_batch(walk_of(model, walk_config(settings, other)), groups, objective)
     exact, responses = (ours, found) if other == "response_only" else (found, ours)
     return {
         "rel_l2": gradient_rel_l2(responses.gradients, exact.gradients),
@@ -209,7 +211,8 @@ def _tokens(meter: Meter) -> dict[str, int]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what numbers depend on."""
     found = {
         "longstraw_backend": longstraw_backend.__version__,
         "python": platform.python_version(),

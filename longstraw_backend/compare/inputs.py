@@ -54,8 +54,11 @@ def _loaded(path: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def add_adapters(model: nn.Module, rank: int, seed: int) -> nn.Module:
+def add_adapters(model: nn.Module, rank: int, seed: int, *, experts: bool = True) -> nn.Module:
     """LoRA on all linear layers but the output embedding; B is random, zero hides A's gradient.
+
+    Args:
+        experts: on fused experts too. Without them feed-forward layers get none at all.
 
     Raises:
         ValueError: peft is not installed.
@@ -65,7 +68,10 @@ def add_adapters(model: nn.Module, rank: int, seed: int) -> nn.Module:
     except ImportError as error:
         raise ValueError("--lora: needs peft; pip install peft") from error
     options = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=_linear_layers(model), lora_dropout=0.0
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=_linear_layers(model) if experts else _plain_linear_layers(model),
+        lora_dropout=0.0,
     )
     wrapped: nn.Module = get_peft_model(model, options)
     generator = torch.Generator().manual_seed(seed)
@@ -83,6 +89,13 @@ def _linear_layers(model: nn.Module) -> str | list[str]:
         return "all-linear"
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
+
+
+def _plain_linear_layers(model: nn.Module) -> list[str]:
+    """Without dense and shared feed-forward layers: whatever is before their names, peft (0.21)
+    takes them for those of experts, and adapts experts instead."""
+    linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return sorted(linear - {"lm_head", "gate", "gate_proj", "up_proj", "down_proj"})
 
 
 def response_lengths(longest: int, group: int) -> list[int]:

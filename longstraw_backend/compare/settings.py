@@ -35,6 +35,8 @@ _COUNTS = {
     "turns": 1,
     "seed": 0,
     "lora": 0,
+    "cp": 1,
+    "dp": 1,
 }
 _CHOICES = {"against": Against, "dtype": Dtype, "device": Device, "gradient": Gradient}
 _SAME: dict[Gradient, Against] = {"response_only": "detached", "exact": "full"}
@@ -60,6 +62,11 @@ class Settings:
             weight in the loss.
         lora: rank of adapters with random, non-zero B; 0 trains all parameters.
         against: which ordinary training; by default the one whose gradient ours must equal.
+        cp: ranks that share a prompt. With more than one rank in all, cp x dp, the other side is
+            our own run on one rank.
+        ep: ranks that share the experts of a layer; None takes as many of those that share a prompt
+            as divide the number of experts.
+        dp: parts that the groups are dealt to.
     """
 
     family: str | None = "qwen3"
@@ -79,6 +86,9 @@ class Settings:
     replay_tokens: int = 0
     turns: int = 1
     against: Against | None = None
+    cp: int = 1
+    ep: int | None = None
+    dp: int = 1
 
     def __post_init__(self) -> None:
         if (self.family is None) == (self.model is None):
@@ -92,6 +102,7 @@ class Settings:
                 raise ValueError(
                     f"--{option}: expected an integer of at least {least}, got {value}"
                 )
+        self._check_ranks()
         if self.against is None and self.gradient in _SAME:
             object.__setattr__(self, "against", _SAME[self.gradient])
         for name, choices in _CHOICES.items():
@@ -115,6 +126,30 @@ class Settings:
                 f"--dtype: --against verl-fsdp2 loads the model in float32, got {self.dtype}; use "
                 "--dtype float32"
             )
+
+    def _check_ranks(self) -> None:
+        if self.ep is not None and (self.ep < 1 or self.ranks % self.ep):
+            raise ValueError(
+                f"--ep: expected a divisor of the number of ranks, --cp times --dp = {self.ranks}, "
+                f"got {self.ep}"
+            )
+        for name in ("chunk", "response_block"):
+            tokens = getattr(self, name)
+            if tokens % self.cp:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: expected a multiple of --cp {self.cp}, got "
+                    f"{tokens}; {-(-tokens // self.cp) * self.cp} is one"
+                )
+        if self.ranks > 1 and self.against not in (None, _SAME.get(self.gradient)):
+            raise ValueError(
+                f"--against: {self.ranks} ranks are compared with our own run on one, got "
+                f"{self.against}; leave it out"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """How many there are in all."""
+        return self.cp * self.dp
 
     @property
     def gradient_is_ours(self) -> bool:

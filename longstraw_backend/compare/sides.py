@@ -123,11 +123,16 @@ def _key(group: Group) -> PromptKey:
 
 
 def replay_batch(
-    walk: GroupWalk, groups: Sequence[Group], objective: Objective, meter: Meter | None = None
+    walk: GroupWalk,
+    groups: Sequence[Group],
+    objective: Objective,
+    meter: Meter | None = None,
+    lockstep: Lockstep | None = None,
 ) -> Outcome:
     """Capture what is not captured yet, then replay every row with its backward.
 
-    Gradients are added to those the parameters already have.
+    Rows and loss are those of ``groups``, this rank's part of the batch. Gradients are added to
+    those the parameters already have.
     """
     total, rows = [0.0], {}
 
@@ -138,12 +143,15 @@ def replay_batch(
         total[0] += loss.item()
         rows[row.index] = LogProbs(out.log_probs.detach(), out.entropy.detach())
 
-    _batch_run(walk, objective, on_row, meter, grad=True).run(groups)
+    _batch_run(walk, objective, on_row, meter, lockstep, grad=True).run(groups)
     return Outcome(total[0], rows, gradients_of(walk.model.module))
 
 
 def score_batch(
-    walk: GroupWalk, groups: Sequence[Group], objective: Objective
+    walk: GroupWalk,
+    groups: Sequence[Group],
+    objective: Objective,
+    lockstep: Lockstep | None = None,
 ) -> dict[int, LogProbs]:
     """Score every row, by ``Row.index``; captures what is not captured yet."""
     rows: dict[int, LogProbs] = {}
@@ -151,7 +159,7 @@ def score_batch(
     def on_row(row: Row, out: LogProbs) -> None:
         rows[row.index] = out
 
-    _batch_run(walk, objective, on_row, None, grad=False).run(groups)
+    _batch_run(walk, objective, on_row, None, lockstep, grad=False).run(groups)
     return rows
 
 
@@ -160,13 +168,14 @@ def _batch_run(
     objective: Objective,
     on_row: Callable[[Row, LogProbs], None],
     meter: Meter | None,
+    lockstep: Lockstep | None,
     *,
     grad: bool,
 ) -> BatchRun:
     return BatchRun(
         walk,
         meter or Meter(),
-        Lockstep(),
+        lockstep or Lockstep(),
         key=_key,
         temperature=lambda row: objective.temperatures[row.index],
         on_row=on_row,

@@ -4,7 +4,8 @@ Rank r of R has experts [r E/R, (r + 1) E/R) of each layer. Every rank calls the
 its own tokens; where a block reaches its experts, each (token, expert) pair goes to the owner as a
 row, and its output comes back to be weighted and summed where the token lives, in the order of its
 top k. Sums over experts are thus the same on every split; what differs is which rows share a
-matmul.
+matmul. Those of ranks with other prompts don't: with which of their blocks a block comes together
+is not the same in scoring and in replay, and the number of rows is seen in the last bits.
 
 Bytes that leave a rank in a layer's forward, b to an element, if every owner is chosen as often:
 
@@ -27,7 +28,7 @@ Legend: N tokens of this rank, k experts of a token, S = N k rows, E experts, H 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -69,7 +70,9 @@ def owned_experts(num_experts: int, ranks: Ranks) -> range:
     return range(ranks.rank * count, (ranks.rank + 1) * count)
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
+def shard_experts(
+    model: nn.Module, mesh: DeviceMesh, sharing: Sequence[int] | None = None
+) -> list[str]:
     """Leave this rank's share of all fused experts of a model, as DTensors sharded by expert, and
     have tokens travel to them.
 
@@ -78,6 +81,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     Args:
         model: with stock experts; is changed.
         mesh: of one dimension, such as ``mesh["ep"]``.
+        sharing: see :func:`expert_parallel`.
 
     Returns:
         Names of the parameters that were replaced.
@@ -101,14 +105,17 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     for _, experts in found:
         for kind in _FUSED:
             setattr(experts, kind, _share(getattr(experts, kind), mesh, ranks))
-        experts.forward = MethodType(expert_parallel(ranks), experts)
+        experts.forward = MethodType(expert_parallel(ranks, sharing), experts)
     return [f"{name}.{kind}" for name, _ in found for kind in _FUSED]
 
 
-def expert_parallel(ranks: Ranks) -> ExpertsForward:
+def expert_parallel(ranks: Ranks, sharing: Sequence[int] | None = None) -> ExpertsForward:
     """A forward for stock experts modules that hold this rank's share.
 
     :func:`shard_experts` installs it; it also fits ``ALL_EXPERTS_FUNCTIONS`` of transformers.
+
+    Args:
+        sharing: how many of the ranks, in a row, share each prompt, R together; None: all do.
 
     Returns:
         A function of the module, hidden states [N, H], expert indices [N, k] and their weights
@@ -123,17 +130,32 @@ def expert_parallel(ranks: Ranks) -> ExpertsForward:
     ) -> Tensor:
         _check_layout(type(experts).__name__, experts)
         gate_up, down = (_local(experts, kind, ranks) for kind in _FUSED)
-        route = _route(top_k_index, experts.num_experts, ranks)
+        route = _route(top_k_index, experts.num_experts, ranks, sharing or [ranks.size])
         rows = _arrange(hidden_NH, route.order, top_k_index.shape[-1])
         rows = deal(rows, route.sent, route.received, ranks)
-        rows = _arrange(rows, route.by_expert)
-        out = grouped_experts(rows, route.offsets, gate_up, down, gate=_gate_of(experts))
-        out = _arrange(out, _inverse(route.by_expert))
-        out = deal(out, route.received, route.sent, ranks)
+        parts = rows.split([len(p.by_expert) for p in route.parts])
+        outs = []
+        for part, (by_expert, offsets) in zip(parts, route.parts, strict=True):
+            part = _arrange(part, by_expert)
+            out = grouped_experts(part, offsets, gate_up, down, gate=_gate_of(experts))
+            outs.append(_arrange(out, _inverse(by_expert)))
+        out = deal(torch.cat(outs), route.received, route.sent, ranks)
         pairs = _arrange(out, _inverse(route.order)).view(*top_k_index.shape, hidden_NH.shape[-1])
         return (pairs * top_k_weights[..., None]).sum(1).to(hidden_NH.dtype)
 
     return forward
+
+
+class _Part(NamedTuple):
+    """Rows from ranks that share a prompt, S'' of them.
+
+    Attributes:
+        by_expert: [S''], what arrives by rank, of each rank by expert, as all by expert.
+        offsets: int32 [E/R], where an expert's rows end then.
+    """
+
+    by_expert: Tensor
+    offsets: Tensor
 
 
 class _Route(NamedTuple):
@@ -142,28 +164,35 @@ class _Route(NamedTuple):
     Attributes:
         order: [S], rows by expert; row s is of token s // k.
         sent: rows for each rank.
-        received: rows from each rank, S' together.
-        by_expert: [S'], what arrives by rank, each part by expert, as one part by expert.
-        offsets: int32 [E/R], where an expert's rows end then.
+        received: rows from each rank.
+        parts: of what is received, in order of rank.
     """
 
     order: Tensor
     sent: list[int]
     received: list[int]
-    by_expert: Tensor
-    offsets: Tensor
+    parts: list[_Part]
 
 
-def _route(index_Nk: Tensor, num_experts: int, ranks: Ranks) -> _Route:
+def _route(index_Nk: Tensor, num_experts: int, ranks: Ranks, sharing: Sequence[int]) -> _Route:
     own = len(owned_experts(num_experts, ranks))
     experts, order = index_Nk.flatten().sort(stable=True)
     counts_RE = torch.bincount(experts, minlength=num_experts).view(ranks.size, own)
     arriving_RE = all_to_all(counts_RE, ranks)
     sent, received = torch.stack([counts_RE.sum(1), arriving_RE.sum(1)]).tolist()
-    local = torch.arange(own, device=experts.device).repeat(ranks.size)
-    arrived = local.repeat_interleave(arriving_RE.flatten(), output_size=sum(received))
-    offsets = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
-    return _Route(order, sent, received, arrived.argsort(stable=True), offsets)
+    parts, start = [], 0
+    for counts in arriving_RE.split(list(sharing)):
+        rows = sum(received[start : start + len(counts)])
+        parts.append(_part(counts, rows))
+        start += len(counts)
+    return _Route(order, sent, received, parts)
+
+
+def _part(counts_RE: Tensor, rows: int) -> _Part:
+    """Of so many rows, counted by rank and expert."""
+    local = torch.arange(counts_RE.shape[1], device=counts_RE.device).repeat(len(counts_RE))
+    arrived = local.repeat_interleave(counts_RE.flatten(), output_size=rows)
+    return _Part(arrived.argsort(stable=True), counts_RE.sum(0).cumsum(0, dtype=torch.int32))
 
 
 class _Arrange(torch.autograd.Function):

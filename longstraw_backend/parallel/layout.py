@@ -9,6 +9,7 @@ have the same ones, D C / E of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -85,6 +86,15 @@ class Layout:
     def copies(self) -> int:
         """Ranks that have the same experts."""
         return self.mesh.size() if self.experts is None else self.experts.size(0)
+
+    @property
+    def sharing(self) -> list[int]:
+        """Of the ranks that share experts with this one, in a row: how many share each prompt."""
+        if self.experts is None:
+            return [1]
+        first = self.experts.get_local_rank("efsdp") * self.experts.size(1)
+        prompts = [(first + i) // self.mesh.size(1) for i in range(self.experts.size(1))]
+        return list(Counter(prompts).values())
 
     @property
     def collects(self) -> bool:
