@@ -88,7 +88,7 @@ class Layout:
         return self.mesh.size() if self.experts is None else self.experts.size(0)
 
     @property
-    def sharing(self) -> list[int]:
+    def sharers(self) -> list[int]:
         """Of the ranks that share experts with this one, in a row: how many share each prompt."""
         if self.experts is None:
             return [1]
