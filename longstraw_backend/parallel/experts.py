@@ -29,6 +29,7 @@ Legend: N tokens of this rank, k experts of a token, S = N k rows, E experts, H 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longstraw_backend.kernels.grouped_experts import grouped_experts
 
 from .exchange import Ranks, all_to_all, deal
+from .traffic import Traffic
 
 __all__ = [
     "adapted_experts",
@@ -71,7 +73,10 @@ def owned_experts(num_experts: int, ranks: Ranks) -> range:
 
 
 def shard_experts(
-    model: nn.Module, mesh: DeviceMesh, sharing: Sequence[int] | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    sharing: Sequence[int] | None = None,
+    traffic: Traffic | None = None,
 ) -> list[str]:
     """Leave this rank's share of all fused experts of a model, as DTensors sharded by expert, and
     have tokens travel to them.
@@ -82,6 +87,7 @@ def shard_experts(
         model: with stock experts; is changed.
         mesh: of one dimension, such as ``mesh["ep"]``.
         sharing: see :func:`expert_parallel`.
+        traffic: counts what is sent; by default one of its own.
 
     Returns:
         Names of the parameters that were replaced.
@@ -92,7 +98,7 @@ def shard_experts(
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass mesh[name]")
-    ranks = Ranks.of(mesh.get_group())
+    ranks = replace(Ranks.of(mesh.get_group()), traffic=traffic or Traffic())
     found = list(fused_experts(model))
     if not found:
         raise ValueError(

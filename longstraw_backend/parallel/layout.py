@@ -10,7 +10,7 @@ have the same ones, D C / E of them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .exchange import Ranks
 from .experts import experts_of
+from .traffic import Traffic
 
 __all__ = ["Layout", "expert_ranks"]
 
@@ -30,10 +31,12 @@ class Layout:
     Attributes:
         mesh: all ranks, [dp, cp].
         experts: all ranks again, [copies of an expert, ep]; None if each rank has all experts.
+        traffic: what this rank sends to those it shares prompts or experts with.
     """
 
     mesh: DeviceMesh
     experts: DeviceMesh | None = None
+    traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
     def of(cls, device: str, context: int = 1, expert: int = 1) -> Layout:
@@ -65,7 +68,7 @@ class Layout:
     @property
     def ranks(self) -> Ranks:
         """Those that share a prompt."""
-        return Ranks.of(self.mesh.get_group("cp"))
+        return replace(Ranks.of(self.mesh.get_group("cp")), traffic=self.traffic)
 
     @property
     def data_group(self) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ def shard_own_experts(module: nn.Module, layout: Layout, **options: Any) -> None
     """
     if layout.experts is None:
         return
-    shard_experts(module, layout.experts["ep"], layout.sharers)
+    shard_experts(module, layout.experts["ep"], layout.sharers, layout.traffic)
     for _, experts in fused_experts(module):
         fully_shard(experts, mesh=layout.experts["efsdp"], **options)
 
