@@ -77,6 +77,8 @@ class LongStrawConfig:
             number of ranks. Prompt and response blocks must be multiples of it.
         expert_parallel_size: ranks that share the experts of a layer; divides the number of ranks
             and that of experts. None takes as many of those that share a prompt as possible.
+        check_replicas: after each update compare copies of parameters, buffers and optimizer state
+            over ranks, to the bit; for debugging: it brings all of them to the CPU.
         progress: show a bar on rank 0 for captures and replays that last.
     """
 
@@ -98,6 +100,7 @@ class LongStrawConfig:
     max_prompt_tokens: int | None = None
     context_parallel_size: int = 1
     expert_parallel_size: int | None = None
+    check_replicas: bool = False
     progress: bool = True
 
     def __post_init__(self) -> None:

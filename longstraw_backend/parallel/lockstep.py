@@ -13,7 +13,15 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-__all__ = ["Lockstep"]
+__all__ = ["Agreed", "AgreedValueError", "Lockstep"]
+
+
+class Agreed(Exception):
+    """Raised by all ranks together: none of them waits for another."""
+
+
+class AgreedValueError(Agreed, ValueError):
+    """Bad input on some rank."""
 
 
 class Lockstep:
@@ -46,7 +54,10 @@ class Lockstep:
         Nothing inside may communicate.
         """
         if self.group is None:
-            yield
+            try:
+                yield
+            except ValueError as error:
+                raise AgreedValueError(str(error)) from error
             return
         caught: Exception | None = None
         try:
@@ -57,7 +68,7 @@ class Lockstep:
         dist.all_gather_object(found, None if caught is None else str(caught), group=self.group)
         for rank, message in enumerate(found):
             if message is not None:
-                raise ValueError(f"{message} (found on rank {rank} of the group)") from caught
+                raise AgreedValueError(f"{message} (found on rank {rank} of the group)") from caught
 
     def same_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """The first rank's tokens on every rank: sampling must not drift apart by a rounding."""

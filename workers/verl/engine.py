@@ -36,7 +36,9 @@ from longstraw_backend.models.families import check_no_dropout, check_routers
 from longstraw_backend.models.float32 import reload_float32
 from longstraw_backend.oracle import gradients_of
 from longstraw_backend.parallel import Layout, Lockstep
+from longstraw_backend.parallel.failure import Alarm, armed
 from longstraw_backend.parallel.finalize import clip_gradients
+from longstraw_backend.parallel.replicas import check_replicas
 from longstraw_backend.state import PromptKey, PromptStore
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, Sample, Sampling, generate
 
@@ -60,6 +62,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     Attributes:
         layout: of all ranks; verl sees the data-parallel part of it.
         walk: the driven model with its prompt states.
+        alarm: lets all ranks fail if one does; the engine then refuses to go on.
         version: of the weights; a prompt state of another version is stale.
         max_prompt_tokens: verl's ``data.max_prompt_length`` where known; such prompts are refused.
     """
@@ -67,6 +70,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
     layout: Layout
     walk: GroupWalk
     lockstep: Lockstep
+    alarm: Alarm
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_settings(model_config, engine_config)
@@ -136,11 +140,14 @@ class LongStrawEngine(FSDPEngineWithLMHead):
         check_routers(module)
         alone = dist.get_world_size() == 1
         self._autocast_dtype = compute_dtype(self.engine_config)
-        if get_device_name() == "cpu" and alone:
+        plain = get_device_name() == "cpu" and alone
+        if plain:
             module = module.to(get_device_id())
         else:
             module = self._sharded(module)
         self.lockstep = Lockstep(None if alone else dist.group.WORLD)
+        watch = get_device_name() != "cpu" and not alone
+        self.alarm = Alarm(None if plain else dist.group.WORLD, watch=watch)
         budgets = self.options.state_budget_gb, self.options.host_state_budget_gb
         store = PromptStore(*(gib * 2**30 for gib in budgets))
         quiet = not self.options.progress or self.rank != 0
@@ -166,6 +173,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
 
     # --- running a batch ------------------------------------------------------------------------
 
+    @armed
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
@@ -173,6 +181,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
 
         Raises:
             ValueError: bad input, on every rank, before any other collective.
+            RuntimeError: a rank failed; on every rank, with its message.
         """
         with self.lockstep.agree():
             check_settings(data)
@@ -258,6 +267,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
 
     # --- rollout --------------------------------------------------------------------------------
 
+    @armed
     def generate(self, prompt_ids: list[int], samplings: list[Sampling], seed: int) -> list[Sample]:
         """Draw one response to the prompt per entry of ``samplings``, from the trained module.
 
@@ -271,6 +281,7 @@ class LongStrawEngine(FSDPEngineWithLMHead):
 
     # --- weights change -------------------------------------------------------------------------
 
+    @armed
     def optimizer_step(self) -> float:
         """Clip by the norm over all ranks, and step; prompt states of the old weights are dropped.
 
@@ -280,14 +291,25 @@ class LongStrawEngine(FSDPEngineWithLMHead):
             The norm before.
         """
         norm = clip_gradients(self.module.parameters(), self.optimizer_config.clip_grad)
-        if norm.isfinite():
-            self.optimizer.step()
-        else:
-            logger.warning("gradient norm is %s: the step is skipped", norm.item())
-            self.optimizer.zero_grad()
-        self._weights_changed()
+        try:
+            if norm.isfinite():
+                self.optimizer.step()
+            else:
+                logger.warning("gradient norm is %s: the step is skipped", norm.item())
+                self.optimizer.zero_grad()
+        finally:
+            self._weights_changed()
+        self.lockstep.most([])  # a rank that failed in its step has not come this far
+        if self.options.check_replicas:
+            check_replicas(self.module, self.optimizer)
         return norm.item()
 
+    @armed
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save; see the base class."""
+        super().save_checkpoint(*args, **kwargs)
+
+    @armed
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Load; prompt states of the old weights are dropped, the base model's too."""
         super().load_checkpoint(*args, **kwargs)
