@@ -55,7 +55,7 @@ class Alarm:
         self.group = group
         self.watch = watch
         self.failure: str | None = None
-        self._watched: dist.Store | None = None
+        self._watched: Any = None
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -127,7 +127,8 @@ class Alarm:
         assert self.group is not None
         try:
             if self._watched is None:  # a connection of its own: the other may be waiting
-                self._watched = self.group.get_group_store().clone()
+                store: Any = self.group.get_group_store()
+                self._watched = store.clone()
             while not self._watched.check([_NOTE]):
                 if done.wait(_PERIOD):
                     return

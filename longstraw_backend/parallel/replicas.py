@@ -74,7 +74,9 @@ def _copy(tensor: Tensor) -> _Copy:
     if isinstance(tensor, DTensor):
         ranks, tensor = _same_part(tensor), tensor.to_local()
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return _Copy(ranks, hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=16).digest())
+    return _Copy(
+        ranks, hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).digest()
+    )
 
 
 def _same_part(tensor: DTensor) -> tuple[int, ...]:
