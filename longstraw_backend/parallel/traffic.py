@@ -19,7 +19,6 @@ whatever the number of tokens: larger blocks have less of it per token. The agre
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["Purpose", "Traffic"]
@@ -31,15 +30,17 @@ Purpose = Literal[
 delta nets; experts; gathering of log-probs and entropies; of a decoded token's logits; all else."""
 
 
-@dataclass
 class Traffic:
     """Bytes that have left this rank for others.
+
+    No dataclass: FSDP copies those among the arguments of a forward, and counts in the copy.
 
     Attributes:
         sent: by purpose, since the counter was made.
     """
 
-    sent: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
 
     def add(self, purpose: Purpose, nbytes: int) -> None:
         """Count bytes that leave now."""
