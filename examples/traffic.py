@@ -70,7 +70,10 @@ def _layers(config: Any, chunk: int, split: Split) -> dict[str, dict[str, dict[s
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind, layer in zip(layer_types_of(config), layer_bytes(config, block, split), strict=True):
         found.setdefault(kind, {}).update(
-            {p: {k: n / chunk for k, n in s._asdict().items()} for p, s in layer.items()}
+            {
+                p: {k: getattr(s, k) / chunk for k in ("forward", "backward")}
+                for p, s in layer.items()
+            }
         )
     return found
 

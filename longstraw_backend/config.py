@@ -69,8 +69,9 @@ class LongStrawConfig:
         host_state_budget_gb: the same in CPU memory.
         report_gradient_gap_every: every so many updates, run the batch for the other gradient too
             and report how far ``response_only`` is from ``exact``; 0 never does.
-        activation_checkpointing: recompute each decoder layer in the backward of a replay. None
-            leaves the choice to the host (verl: ``model.enable_gradient_checkpointing``).
+        activation_checkpointing: recompute each decoder layer in the backward of a replay, but for
+            its attention over all tokens, whose output is kept. None leaves the choice to the host
+            (verl: ``model.enable_gradient_checkpointing``).
         max_prompt_tokens: refuse prompts of this length or more. verl truncates prompts to
             ``data.max_prompt_length`` without an error; None if the limit is not known.
         context_parallel_size: ranks that share the state and the tokens of one prompt; divides the

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from longstraw_backend.kernels.staging import Staging, reachable
 
+from .kept import Kept
 from .partial import Impl, choose_impl, get_partial
 from .parts import How, Merge, Page, back_over_own, back_over_pages, over_own, over_pages, pages_of
 
@@ -40,6 +41,7 @@ def segment_attention(
     impl: Impl | None = None,
     staging: Staging = "segments",
     page_grads: Sequence[Page | None] | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Attend from T new tokens to all pages and causally to the new tokens.
 
@@ -57,6 +59,7 @@ def segment_attention(
         page_grads: for each page where the backward adds its gradient, in place, or None for a
             constant; by default all are. Same shapes as the page, batch 1 or B; wider dtypes and
             CPU memory are welcome.
+        kept: spares a recomputation of this call its forward.
 
     Returns:
         [B, N, T, H] in the dtype of q. Differentiable in q, k and v; gradients of pages come
@@ -69,7 +72,7 @@ def segment_attention(
     how = how_to(q_BNTH, scale, impl, staging)
     grads = [None] * len(pages) if page_grads is None else list(page_grads)
     flat = [t for page in pages for t in page]
-    out: Tensor = _SegmentAttention.apply(q_BNTH, k_BKTH, v_BKTH, how, grads, *flat)
+    out: Tensor = _SegmentAttention.apply(q_BNTH, k_BKTH, v_BKTH, how, grads, kept, *flat)
     return out
 
 
@@ -125,12 +128,16 @@ class _SegmentAttention(torch.autograd.Function):
         v: Tensor,
         how: How,
         page_grads: Sequence[Page | None],
+        kept: Kept | None,
         *flat: Tensor,
     ) -> Tensor:
-        merged = Merge(*over_own(q, k, v, how))
-        over_pages(merged, q, pages_of(flat), how)
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse, *flat)
+        def attended() -> tuple[Tensor, Tensor]:
+            merged = Merge(*over_own(q, k, v, how))
+            over_pages(merged, q, pages_of(flat), how)
+            return merged.out.to(q.dtype), merged.lse
+
+        out, lse = attended() if kept is None else kept.once(attended)
+        ctx.save_for_backward(q, k, v, out, lse, *flat)
         ctx.how, ctx.page_grads = how, page_grads
         return out
 
@@ -139,4 +146,4 @@ class _SegmentAttention(torch.autograd.Function):
         q, k, v, out, lse, *flat = ctx.saved_tensors
         dq, dk, dv = back_over_own(dout, q, k, v, out, lse, ctx.how)
         back_over_pages(dq, dout, q, out, lse, pages_of(flat), ctx.page_grads, ctx.how)
-        return (dq.to(q.dtype), dk, dv, *([None] * (2 + len(flat))))
+        return (dq.to(q.dtype), dk, dv, *([None] * (3 + len(flat))))

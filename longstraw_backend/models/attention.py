@@ -46,6 +46,7 @@ def _attention(
         scale=scaling,
         staging=segment.staging,
         page_grads=segment.cotangents(layer),
+        kept=walk.kept(layer),
     )
     real = (x[:, :, : walk.real] for x in (key, value))
     return walk.left(layer, out.transpose(1, 2), *real), None

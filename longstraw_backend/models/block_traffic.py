@@ -17,9 +17,10 @@ it is; all ranks send alike:
     delta net by position          (R - 1) (w N K (K + V) + e M W)       the same
     experts over P ranks           (P - 1) / P (2 a D e T / R + 8 E)     (P - 1) / P 2 a D e T / R
 
-Recomputation under activation checkpointing sends what the forward does, but for the selection,
-which is kept. Formulas are those of ``parallel/`` and ``delta_by_*.py``; what FSDP moves is in none
-of them, see :func:`gathered_parameter_bytes` and ``parallel/traffic.py``.
+Recomputation under activation checkpointing sends what the forward does, but for what is kept: the
+selection, and what attention over all tokens gave (full attention, dense MLA). Formulas are those
+of ``parallel/`` and ``delta_by_*.py``; what FSDP moves is in none of them, see
+:func:`gathered_parameter_bytes` and ``parallel/traffic.py``.
 
 Legend: e bytes of an element in the dtype of computation, w of a wide one (4, or 8 in float64).
 N query (delta net: value) heads, K key/value heads of width H (delta net: key width K, value width
@@ -98,10 +99,14 @@ class Split:
 
 
 class Sent(NamedTuple):
-    """Bytes that leave a rank for others in a layer's forward and backward of one block."""
+    """Bytes that leave a rank for others in a layer's forward and backward of one block.
+
+    ``kept`` says that a recomputation sends nothing.
+    """
 
     forward: int
     backward: int
+    kept: bool = False
 
 
 LayerFormula = Callable[[Any, range, Split], Sent]
@@ -127,7 +132,7 @@ def _owners_attention(heads: int, kv_heads: int, width: int, block: range, split
     if resident:
         forward += heads * (2 * width * e + w)
         backward += heads * (width * (3 * e + w) + w)
-    return Sent(split.leaving(block) * forward, split.leaving(block) * backward)
+    return Sent(split.leaving(block) * forward, split.leaving(block) * backward, kept=True)
 
 
 def sparse_latent_attention(config: Any, block: range, split: Split) -> Sent:
@@ -144,7 +149,8 @@ def selection(config: Any, block: range, split: Split) -> Sent:
     assert index is not None
     e, w = split.element, split.wide
     queries = index.heads * (index.dim * e + w)
-    return Sent(split.leaving(block) * (queries + _selected(config, block) * (w + 4)), 0)
+    candidates = _selected(config, block) * (w + 4)
+    return Sent(split.leaving(block) * (queries + candidates), 0, kept=True)
 
 
 def _selected(config: Any, block: range) -> int:
@@ -230,11 +236,11 @@ def forward_bytes(
     """By purpose, what a rank sends in all layers' forward of a block; without the head's.
 
     Args:
-        again: a recomputation under activation checkpointing, which keeps the selections.
+        again: a recomputation under activation checkpointing, which sends nothing of what is kept.
     """
     total: Counter[Purpose] = Counter()
     for layer in layer_bytes(config, block, split):
-        total.update({p: s.forward for p, s in layer.items() if not (again and p == "selection")})
+        total.update({p: s.forward for p, s in layer.items() if not (again and s.kept)})
     return total
 
 

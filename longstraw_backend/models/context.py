@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longstraw_backend.kernels.segment_attention import Kept
 from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.state import Segment
 
@@ -36,6 +37,7 @@ class Walk:
         ranks: this rank among those that share the block.
         selections: by layer, what an indexer selected in this call, [B, T, K]: a recomputation of
             the layer takes it instead of scoring all keys again.
+        attended: by layer, what attention over all tokens before gave, for a recomputation too.
     """
 
     segment: Segment
@@ -46,12 +48,19 @@ class Walk:
     reverse: bool = False
     ranks: Ranks = Ranks()
     selections: dict[int, Tensor] = field(default_factory=dict)
+    attended: dict[int, Kept] = field(default_factory=dict)
 
     @property
     def real(self) -> int:
         """Tokens of this rank's run that are no padding."""
         own = self.ranks.own(self.tokens)
         return int(own.stop) - int(own.start)
+
+    def kept(self, layer: int) -> Kept | None:
+        """Where attention of the layer keeps what it gives; None if it won't be recomputed."""
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            return None
+        return self.attended.setdefault(layer, Kept())
 
     def left(self, layer: int, out: Tensor, *values: Tensor) -> Tensor:
         """The layer's output, with ``values``, what its new tokens leave, on the way to it.

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longstraw_backend.kernels.segment_attention import Kept
 from longstraw_backend.parallel.exchange import Ranks
 from longstraw_backend.parallel.latent import owners_dense_mla, owners_sparse_mla
 from longstraw_backend.parallel.selection import owners_topk
@@ -90,6 +91,7 @@ def mla_attention(
     selection_BSK: Tensor | None = None,
     latent_grads: Sequence[Tensor | None] | None = None,
     place: Place | None = None,
+    kept: Kept | None = None,
 ) -> MlaOutput:
     """Attention of S new tokens over resident tokens and over themselves.
 
@@ -108,6 +110,7 @@ def mla_attention(
         latent_grads: for each of ``latent_pages`` where the backward adds its gradient, or None for
             a constant: [1, T_i, C], the sum over rows. By default all are constants.
         place: by default this rank is alone, and the pages hold every token before.
+        kept: spares a recomputation of a ``dense`` layer its attention.
 
     Raises:
         ValueError: a ``shared`` layer without a selection, or what the kernels refuse.
@@ -129,7 +132,10 @@ def mla_attention(
             selection = _select(
                 attn.indexer, spec.index, hidden_BSD, q_low, rope, index_keys, index_pages, place
             )
-    out = _attend(spec, kind, q, latents, latent_pages, selection, latent_grads, place)
+    if kind == "dense":
+        out = _attend_all(spec, q, latents, latent_pages, latent_grads, place, kept)
+    else:
+        out = _attend(spec, q, latents, latent_pages, selection, latent_grads, place)
     values = torch.einsum("bsnc,nvc->bsnv", out, w_value)
     hidden = attn.o_proj(values.flatten(2))
     return MlaOutput(hidden, latents, index_keys, None if kind == "dense" else selection)
@@ -247,9 +253,23 @@ def _head_weights(weights_proj: Any, hidden: Tensor) -> Tensor:
     return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
+def _attend_all(
+    spec: MlaSpec,
+    q: Tensor,
+    latents: Tensor,
+    pages: Sequence[Tensor],
+    grads: Sequence[Tensor | None] | None,
+    place: Place,
+    kept: Kept | None,
+) -> Tensor:
+    """Output in the latent space, [B, S, N, latent], from all tokens up to each."""
+    how: Any = dict(scale=spec.scale, value_dim=spec.latent, page_grads=grads, kept=kept)
+    ranks = place.ranks.named("latent")
+    return owners_dense_mla(q, latents, pages, ranks, resident=place.start > 0, **how)
+
+
 def _attend(
     spec: MlaSpec,
-    kind: LayerKind,
     q: Tensor,
     latents: Tensor,
     pages: Sequence[Tensor],
@@ -257,14 +277,10 @@ def _attend(
     grads: Sequence[Tensor | None] | None,
     place: Place,
 ) -> Tensor:
-    """Output in the latent space, [B, S, N, latent]."""
-    ranks = place.ranks.named("latent")
-    if kind == "dense":
-        how: Any = dict(scale=spec.scale, value_dim=spec.latent, page_grads=grads)
-        resident = place.start > 0
-        return owners_dense_mla(q, latents, pages, ranks, resident=resident, **how)
+    """The same from selected tokens."""
     if selection is None:
         raise ValueError("selection: a shared layer needs that of a full layer before it")
+    ranks = place.ranks.named("latent")
     where: Any = dict(start=place.start, runs=place.runs, scale=spec.scale, value_dim=spec.latent)
     where["page_grads"] = None if grads is None else [g if g is None else g[0] for g in grads]
     rows = [

@@ -59,6 +59,7 @@ def _forward(
         walk.selections.get(layer) if kind == "full" else prev_topk_indices,
         [None if sink is None else sink.latents[:, 0] for sink in sinks],
         Place(walk.segment.stop, walk.tokens, walk.segment.runs, walk.ranks),
+        walk.kept(layer) if kind == "dense" else None,
     )
     if out.selection is not None:
         walk.selections[layer] = out.selection

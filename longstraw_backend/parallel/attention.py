@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstraw_backend.kernels.segment_attention import Impl, Page, segment_attention
+from longstraw_backend.kernels.segment_attention import Impl, Kept, Page, segment_attention
 from longstraw_backend.kernels.segment_attention.api import check_inputs, how_to
 from longstraw_backend.kernels.segment_attention.parts import (
     How,
@@ -64,6 +64,7 @@ def owners_attention(
     impl: Impl | None = None,
     staging: Staging = "segments",
     page_grads: Sequence[Page | None] | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """``segment_attention`` over all ranks' pages; every rank must call it.
 
@@ -74,6 +75,8 @@ def owners_attention(
         pages: resident tokens that this rank owns, none or any of those before the block.
         resident: whether any rank owns any; the same on all.
         page_grads: see ``segment_attention``.
+        kept: spares a recomputation of this call its forward and what that sends; on all ranks or
+            on none.
 
     Returns:
         [B, N, T/R, H] in the dtype of q. Differentiable in q, k and v; gradients of pages come
@@ -84,12 +87,12 @@ def owners_attention(
     """
     if ranks.size == 1:
         options: Any = dict(scale=scale, impl=impl, staging=staging, page_grads=page_grads)
-        return segment_attention(q, k, v, pages, **options)
+        return segment_attention(q, k, v, pages, kept=kept, **options)
     check_inputs(q, k, v, pages)
     how = how_to(q, scale, impl, staging)
     grads = [None] * len(pages) if page_grads is None else list(page_grads)
     flat = [t for page in pages for t in page]
-    out: Tensor = _OwnersAttention.apply(q, k, v, how, ranks, resident, grads, *flat)
+    out: Tensor = _OwnersAttention.apply(q, k, v, how, ranks, resident, grads, kept, *flat)
     return out
 
 
@@ -104,18 +107,15 @@ class _OwnersAttention(torch.autograd.Function):
         ranks: Ranks,
         resident: bool,
         page_grads: Sequence[Page | None],
+        kept: Kept | None,
         *flat: Tensor,
     ) -> Tensor:
-        block_kv = _gathering((k, v), ranks)
-        block_q = _gathering((q,), ranks) if resident else []
-        merged = Merge(*over_own(q, k, v, how))
-        over_pages(merged, q, _runs_before(block_kv, k, ranks), how)
-        for arrived in block_q:
-            parts = _of_owners(arrived.wait(), pages_of(flat), ranks, how)
-            for part in zip(*parts, strict=True):
-                merged.add(*part)
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse, *flat)
+        def attended() -> tuple[Tensor, Tensor]:
+            merged = _attended(q, k, v, pages_of(flat), ranks, how, resident)
+            return merged.out.to(q.dtype), merged.lse
+
+        out, lse = attended() if kept is None else kept.once(attended)
+        ctx.save_for_backward(q, k, v, out, lse, *flat)
         ctx.how, ctx.ranks, ctx.resident, ctx.page_grads = how, ranks, resident, page_grads
         return out
 
@@ -133,7 +133,28 @@ class _OwnersAttention(torch.autograd.Function):
             how, grads = ctx.how, ctx.page_grads
             back_over_pages(dq_block, dout_, q_, out_, lse_[..., 0], pages_of(flat), grads, how)
             dq += summed_run(dq_block, ranks, TOKENS)
-        return (dq.to(q.dtype), dk, dv, *([None] * (4 + len(flat))))
+        return (dq.to(q.dtype), dk, dv, *([None] * (5 + len(flat))))
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Sequence[Page],
+    ranks: Ranks,
+    how: How,
+    resident: bool,
+) -> Merge:
+    """Of this rank's run, from all keys and values wherever they are."""
+    block_kv = _gathering((k, v), ranks)
+    block_q = _gathering((q,), ranks) if resident else []
+    merged = Merge(*over_own(q, k, v, how))
+    over_pages(merged, q, _runs_before(block_kv, k, ranks), how)
+    for arrived in block_q:
+        parts = _of_owners(arrived.wait(), pages, ranks, how)
+        for part in zip(*parts, strict=True):
+            merged.add(*part)
+    return merged
 
 
 def _gathering(parts: Sequence[Tensor], ranks: Ranks) -> list[Arriving]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longstraw_backend.kernels.segment_attention import Kept
 from longstraw_backend.kernels.spans import Span, check_spans, consecutive, spans_of_runs
 from longstraw_backend.kernels.sparse_mla import (
     LatentAttention,
@@ -97,6 +98,7 @@ def owners_dense_mla(
     scale: float,
     value_dim: int,
     page_grads: Sequence[Tensor | None] | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """``dense_mla`` of a block whose tokens and resident latents are dealt over ranks.
 
@@ -108,11 +110,12 @@ def owners_dense_mla(
         latents_BSC: their latents and rotated keys.
         pages: of the resident tokens that this rank owns, [1 or B, T_i, C] each; none is fine.
         resident: whether any rank owns any; the same on all.
+        kept: see ``owners_attention``.
 
     Returns:
         [B, S, N, V] of this rank's tokens, differentiable as for ``dense_mla``.
     """
-    attention = partial(owners_attention, ranks=ranks, resident=resident)
+    attention = partial(owners_attention, ranks=ranks, resident=resident, kept=kept)
     how: dict[str, Any] = dict(scale=scale, value_dim=value_dim, page_grads=page_grads)
     return dense_mla(q_BSNC, latents_BSC, pages, attention=attention, **how)
 

@@ -7,8 +7,9 @@ Sums of ``models/block_traffic.py`` over the blocks that a walk makes, of rows o
                        forward and log-probs of each block, then forward and backward of each
     prompt backward    ``gradient: exact``, once a group: forward and backward of each chunk
 
-and with activation checkpointing another forward before each backward. They are what ``Meter``
-counts if every block is a multiple of the ranks; what FSDP moves is not in them.
+and with activation checkpointing another forward before each backward, without attention and
+selection, which are kept. They are what ``Meter`` counts if every block is a multiple of the ranks;
+what FSDP moves is not in them.
 """
 
 from __future__ import annotations

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from longstraw_backend.compare.distances import bitwise_equal, distance, gradient_rel_l2
 from longstraw_backend.compare.sides import replay_batch, score_batch
+from longstraw_backend.config import Gradient
+from longstraw_backend.kernels.segment_attention import api
 from longstraw_backend.state import PromptKey
 from longstraw_backend.tiny import AVAILABLE
 from longstraw_backend.walk import Meter
-from tests.walk.cases import HYBRIDS, batch, check, model, one_group, ours, theirs, tokens, walk
+from tests.walk.cases import (
+    HYBRIDS,
+    LATENT,
+    batch,
+    check,
+    model,
+    one_group,
+    ours,
+    theirs,
+    tokens,
+    walk,
+)
 from tests.walk.test_parity import MIXED
 
 BLOCKS: dict[str, Any] = {"response_block": 5, "prompt_block": 7}
@@ -102,6 +115,27 @@ def test_activation_checkpointing_is_neutral(family: str) -> None:
     assert bitwise_equal(plain.rows, recomputed.rows)
     for name, gradient in plain.gradients.items():
         assert torch.equal(gradient, recomputed.gradients[name]), name
+
+
+@pytest.mark.parametrize("gradient", get_args(Gradient))
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", *LATENT[-1:]])
+def test_a_recomputed_layer_attends_only_once(
+    family: str, gradient: Gradient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = api.over_own, [0]
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        return forward(*args)
+
+    monkeypatch.setattr(api, "over_own", counted)
+    made = []
+    for on in (False, True):
+        calls[0] = 0
+        options: Any = dict(gradient=gradient, activation_checkpointing=on, **BLOCKS)
+        ours(model(family, torch.float32), *one_group(30, [9, 1]), **options)
+        made.append(calls[0])
+    assert made[0] == made[1] > 0
 
 
 @kinds
