@@ -3,10 +3,10 @@
     python examples/traffic.py --json out.json
 
 Bytes that leave one rank for others, bf16, with activation checkpointing, for two shapes of
-``longstraw bench`` split as their overlays in ``configs/longstraw`` do; the formulas are those of ``longstraw_backend/models/block_traffic.py``, which tests
-hold against the counters of real runs. Seconds are bytes over ``--bandwidth`` alone: no latency,
-and nothing hidden behind work. What FSDP gathers for the forwards of the capture comes on top and
-is given by itself.
+``longstraw bench`` split as their overlays in ``configs/longstraw`` do; the formulas are those of
+``longstraw_backend/models/block_traffic.py``, which tests hold against the counters of real runs.
+Seconds are bytes over ``--bandwidth`` alone: no latency, and nothing hidden behind work. What FSDP
+gathers for the forwards of the capture comes on top and is given by itself.
 """
 
 from __future__ import annotations

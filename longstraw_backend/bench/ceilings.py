@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from longstraw_backend.kernels.segment_attention.partial import Partial, choose_impl, get_partial
+from longstraw_backend.kernels.segment_attention.partial import choose_impl, get_partial
 from longstraw_backend.models.families import layer_types_of
 from longstraw_backend.models.sizes import head_width
+from longstraw_backend.walk.meter import wait_for
 
 from .flops import Flops
 
-__all__ = ["Ceilings", "measure_ceilings", "roofline_seconds", "wait_for"]
+__all__ = ["Ceilings", "measure_ceilings", "roofline_seconds"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,12 @@ class Ceilings:
     Attributes:
         matmul: of square matrices.
         matmul_mlp: of a chunk of tokens with the model's up-projection.
-        attention_forward: of a chunk of queries over one page; None without full attention.
+        attention_forward: of a chunk of queries over one page; None without full attention: latent
+            attention is held against matrix products.
         attention_backward: the same, five products counted.
         device_copy: bytes read and written.
         host_to_device: out of pinned memory; None where there is no device.
+        device_to_host: into it.
     """
 
     matmul: float
@@ -43,15 +45,16 @@ class Ceilings:
     attention_backward: float | None
     device_copy: float
     host_to_device: float | None
+    device_to_host: float | None
 
 
 def roofline_seconds(flops: Flops, ceilings: Ceilings, *, backward: bool = False) -> float:
-    """Seconds if every part ran at its ceiling, one after the other; ``rest`` at that of matrix
-    products."""
+    """Seconds if every kind of work ran at its ceiling, one after the other: full attention at that
+    of attention, all else at that of matrix products."""
     matmul = max(ceilings.matmul, ceilings.matmul_mlp)
     attention = ceilings.attention_backward if backward else ceilings.attention_forward
     mixing = flops.pages + flops.causal
-    return ((flops.matmul + flops.rest) / matmul + mixing / (attention or matmul)) / 1e12
+    return ((flops.total - mixing) / matmul + mixing / (attention or matmul)) / 1e12
 
 
 def measure_ceilings(
@@ -78,14 +81,8 @@ def measure_ceilings(
         attention[0] if attention else None,
         attention[1] if attention else None,
         _device_copy((1 << 30) if big else (1 << 22), device),
-        _host_to_device(1 << 30, device) if big else None,
+        *(_host_copies(1 << 30, device) if big else (None, None)),
     )
-
-
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeat: int = 5) -> float:
@@ -114,20 +111,15 @@ def _attention(config: Any, chunk: int, page: int, like: dict[str, Any]) -> tupl
     )
     q = torch.randn(1, kv_heads, heads // kv_heads * chunk, width, **like)
     k, v = (torch.randn(1, kv_heads, page, width, **like) for _ in range(2))
-    partial = get_partial(choose_impl(q.device, q.dtype))
-    out, lse = partial.forward(q, k, v, False, width**-0.5)
-    forward = _seconds(lambda: partial.forward(q, k, v, False, width**-0.5), q.device, 3)
-    backward = _backward_seconds(partial, (torch.randn_like(out), q, k, v, out, lse), width)
+    partial, scale = get_partial(choose_impl(q.device, q.dtype)), width**-0.5
+    out, lse = partial.forward(q, k, v, False, scale)
+    dout = torch.randn_like(out)
+    forward = _seconds(lambda: partial.forward(q, k, v, False, scale), q.device, 3)
+    backward = _seconds(
+        lambda: partial.backward(dout, q, k, v, out, lse, False, scale), q.device, 3
+    )
     flops = 4.0 * chunk * page * heads * width / 1e12
     return flops / forward, 2.5 * flops / backward
-
-
-def _backward_seconds(partial: Partial, tensors: tuple[Tensor, ...], width: int) -> float:
-    dout, q, k, v, out, lse = tensors
-    scale = width**-0.5
-    return _seconds(
-        lambda: partial.backward(dout, q, k, v, out, lse, False, scale), q.device, repeat=3
-    )
 
 
 def _device_copy(size: int, device: torch.device) -> float:
@@ -135,7 +127,13 @@ def _device_copy(size: int, device: torch.device) -> float:
     return 2 * size / _seconds(lambda: b.copy_(a), device) / 1e9
 
 
-def _host_to_device(size: int, device: torch.device) -> float:
+def _host_copies(size: int, device: torch.device) -> tuple[float, float]:
+    """To the device and back."""
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
     there = torch.zeros(size, dtype=torch.uint8, device=device)
-    return size / _seconds(lambda: there.copy_(host, non_blocking=True), device) / 1e9
+    ways = (there, host), (host, there)
+    to, back = (
+        size / _seconds(lambda a=a, b=b: a.copy_(b, non_blocking=True), device) / 1e9
+        for a, b in ways
+    )
+    return to, back

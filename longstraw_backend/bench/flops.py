@@ -103,9 +103,10 @@ def reverse_flops(
         (_layer_backward(config, layer, context, tokens, how) for layer in sizes.layers),
         start=Flops(),
     )
-    kept = forward if how.checkpointing else Flops()
-    index_linear = sum(layer.index_linear for layer in sizes.layers) if how.checkpointing else 0
-    again = kept + Flops(matmul=-2.0 * tokens * index_linear, index=-kept.index)
+    if not how.checkpointing:
+        return forward, Flops(), backward
+    spared = sum(layer.index_linear + how.lora * layer.index_edges for layer in sizes.layers)
+    again = forward + Flops(matmul=-2.0 * tokens * spared, index=-forward.index)
     return forward, again, backward
 
 
@@ -115,7 +116,7 @@ def _forward(config: Any, sizes: ModelSizes, start: int, tokens: int, lora: int)
 
 
 def _layer_forward(config: Any, layer: LayerSizes, start: int, tokens: int, lora: int) -> Flops:
-    weights = layer.linear + layer.index_linear + lora * layer.edges
+    weights = layer.linear + layer.index_linear + lora * (layer.edges + layer.index_edges)
     linear = Flops(matmul=2.0 * tokens * weights, experts=2.0 * tokens * layer.expert)
     return linear + _mixing(config, layer, start, tokens)
 

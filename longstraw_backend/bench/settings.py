@@ -15,7 +15,7 @@ Verb = Literal["capture", "replay", "step", "ladder", "plan"]
 Dtype = Literal["bfloat16", "float32"]
 Device = Literal["cpu", "cuda"]
 
-_COUNTS = "response", "group", "chunk", "page_tokens", "head_chunk", "repeat"
+_COUNTS = "response", "group", "chunk", "page_tokens", "head_chunk"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Settings:
         vocab: size of the vocabulary instead of the published one.
         context: prompt tokens whose state is captured, ascending; several for a ladder only.
         response: tokens of each response, which are one block.
-        group: responses.
+        group: responses, one after the other.
         chunk: prompt tokens of one capture call, and with ``exact`` of one block in reverse.
         head_chunk: response tokens whose logits exist at one time.
         page_tokens: tokens of a contiguous key/value buffer.
@@ -39,7 +39,6 @@ class Settings:
         checkpointing: recompute each layer in the backward.
         random_state: random values in place of a captured state.
         replay: also score and replay one response at each rung of a ladder.
-        repeat: timed responses of a replay, of which the median is given.
         device: ``cpu`` or ``cuda``.
         dtype: of weights and activations; by default bfloat16 on CUDA, float32 on a CPU.
         profile: also give the shares of kernels.
@@ -66,7 +65,6 @@ class Settings:
     checkpointing: bool = True
     random_state: bool = False
     replay: bool = False
-    repeat: int = 3
     device: Device = "cpu"
     dtype: Dtype | None = None
     profile: bool = True
@@ -110,8 +108,14 @@ class Settings:
             raise ValueError(
                 f"--context: expected one length, got {len(self.context)}; take `ladder`"
             )
-        if self.verb == "ladder" and self.random_state:
-            raise ValueError("--random-state: a ladder times a capture; take `replay`")
+        if self.random_state and self.verb != "replay":
+            raise ValueError(f"--random-state: {self.verb} times a capture; take `replay`")
+        uneven = [rung for rung in self.context[:-1] if rung % self.chunk]
+        if uneven:
+            raise ValueError(
+                f"--context: expected multiples of --chunk {self.chunk} but for the last, "
+                f"got {uneven[0]}"
+            )
 
     @property
     def config(self) -> LongStrawConfig:
@@ -139,6 +143,21 @@ class Settings:
         """Plain values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: str(v) if isinstance(v, Path) else _listed(v) for k, v in values.items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Settings:
+        """Inverse of :meth:`as_json`."""
+        found = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        if found["folder"] is not None:
+            found["folder"] = Path(found["folder"])
+        return cls(**found)
+
+    @property
+    def walk(self) -> dict[str, Any]:
+        """What a captured state depends on."""
+        names = "shape layers vocab chunk page_tokens gradient offload lora device dtype".split()
+        values = self.as_json()
+        return {name: values[name] for name in names} | {"length": self.length}
 
 
 def _listed(value: Any) -> Any:

@@ -26,7 +26,10 @@ class LayerSizes:
         linear: elements of weight matrices that every token meets, the indexer's left out.
         index_linear: of the indexer's, on layers that select.
         expert: of the routed experts, as many as a token meets.
-        edges: rows and columns of all matrices that LoRA adapts; times its rank, its elements.
+        edges: rows and columns of matrices that LoRA adapts, the indexer's left out; times its
+            rank, its elements.
+        inputs: columns of those.
+        index_edges: rows and columns of the indexer's, whose adapters have no gradient.
     """
 
     kind: str
@@ -34,6 +37,8 @@ class LayerSizes:
     index_linear: int
     expert: int
     edges: int
+    inputs: int
+    index_edges: int
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,17 @@ def _layer_sizes(layer: nn.Module, kind: str, config: Any) -> LayerSizes:
     routed = {n: p for n, p in named.items() if ".experts." in n}
     matrices = {n: p for n, p in named.items() if p.dim() == 2 and n not in routed}
     index = {n: p for n, p in matrices.items() if ".indexer." in n}
-    adapted = [p for n, p in matrices.items() if not (num_routed(config) and n.startswith("mlp."))]
+    plain = {n: p for n, p in matrices.items() if not n.startswith("mlp.")}
+    adapted = plain if num_routed(config) else matrices
     share = config.num_experts_per_tok / num_routed(config) if routed else 0
     return LayerSizes(
         kind,
         sum(p.numel() for n, p in matrices.items() if n not in index),
         sum(p.numel() for p in index.values()) if kind == "full" else 0,
         round(sum(p.numel() for p in routed.values()) * share),
-        sum(sum(p.shape) for p in adapted),
+        sum(sum(p.shape) for n, p in adapted.items() if n not in index),
+        sum(p.shape[1] for n, p in adapted.items() if n not in index),
+        sum(sum(p.shape) for p in index.values()),
     )
 
 

@@ -7,6 +7,7 @@ and gates' few products. What kernels make beyond what is needed is said where i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longstraw_backend.bench.flops import Flops, Training, capture_flops, replay_flops
 from longstraw_backend.bench.shapes import config_of, random_model
+from longstraw_backend.compare.inputs import add_adapters
 from longstraw_backend.models import DrivenModel, drive
-from longstraw_backend.models.sizes import ModelSizes
+from longstraw_backend.models.sizes import ModelSizes, num_routed
 from longstraw_backend.state import Segment
 from longstraw_backend.tiny import AVAILABLE
 from longstraw_backend.walk import Block, advance, predict
@@ -51,6 +53,10 @@ def _grouped(x: Any, weight: Any, *args: Any, **kw: Any) -> int:
     return 2 * x[0] * x[1] * weight[-1]
 
 
+def _convolution_back(dout: Any, x: Any, weight: Any, *args: Any, **kw: Any) -> int:
+    return 4 * int(torch.Size(dout).numel()) * weight[-1]  # torch's count overlooks groups
+
+
 def counted(work: Any) -> int:
     """FLOPs of what runs inside."""
     aten = torch.ops.aten
@@ -59,6 +65,7 @@ def counted(work: Any) -> int:
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_back,
         aten.linalg_solve_triangular: _solve,
         aten._grouped_mm: _grouped,
+        aten.convolution_backward: _convolution_back,
         torch.ops.transformers.grouped_mm_fallback: _grouped,
     }
     with FlopCounterMode(display=False, custom_mapping=own) as counter:
@@ -99,3 +106,46 @@ def _surplus(config: Any, made: Flops) -> float:
         key, value = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
         return (made.pages + made.causal) * ((2 * key) / (key + value) - 1)
     return 0.0
+
+
+def _backward(config: Any, model: DrivenModel) -> tuple[int, int]:
+    """FLOPs of a replay's forward, and of its backward, with checkpointing."""
+    segment = model.segment(CONTEXT, 4096, cotangents=torch.float32)
+    with torch.no_grad():
+        advance(model, torch.zeros(1, CONTEXT, dtype=torch.long), segment)
+    outs: list[Any] = []
+
+    def forward() -> None:
+        outs.append(predict(model, _block(), segment, grad=True, checkpointing=True))
+
+    return counted(forward), counted(lambda: outs[0].log_probs.sum().backward())
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replay_has_the_products_of_the_formula(family: str, lora: int) -> None:
+    config, sizes, model, _ = _model(family)
+    if lora:
+        pytest.importorskip("peft")
+        plain = add_adapters(model.module, lora, 0, experts=not num_routed(config))
+        model = replace(model, module=plain)
+    found = _backward(config, model)
+    ahead, again, back = replay_flops(config, sizes, CONTEXT, TOKENS, Training("exact", lora))
+    assert ahead.total * 0.99 <= found[0] <= ahead.total * 1.01 + _surplus(config, ahead)
+    both = again + back
+    # torch ends a recomputation when it has what the backward needs: before a layer's last product
+    last = 2 * TOKENS * config.hidden_size * config.intermediate_size * config.num_hidden_layers
+    most = both.total * 1.01 + _surplus(config, again) + _surplus(config, back)
+    # with adapters the first layer has no gradient of its input
+    assert both.total * (0.97 if lora else 0.99) - last <= found[1] <= most
+
+
+def test_a_constant_state_spares_the_gradients_of_pages() -> None:
+    config = config_of("tiny-qwen3")
+    sizes = ModelSizes.of(config)
+    exact, constant = (
+        replay_flops(config, sizes, CONTEXT, TOKENS, Training(gradient))[2]
+        for gradient in ("exact", "response_only")
+    )
+    products = 2 * 2 * CONTEXT * TOKENS * config.num_attention_heads * config.head_dim
+    assert exact.total - constant.total == products * config.num_hidden_layers

@@ -13,7 +13,6 @@ sys.path.insert(0, str(EXAMPLES))  # scripts find each other beside themselves
 import traffic  # noqa: E402
 
 
-
 @pytest.mark.parametrize("name", traffic.SPLITS)
 def test_saved_numbers_are_those_of_the_formulas(name: str) -> None:
     saved = json.loads((EXAMPLES / "results" / "traffic.json").read_text())[name]
