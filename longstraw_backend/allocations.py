@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["cpu_peak_bytes"]
+__all__ = ["cpu_peak_bytes", "muted"]
 
 
 class _Recorder(torch.autograd.profiler.profile):
@@ -23,12 +23,12 @@ def cpu_peak_bytes(work: Callable[[], Any]) -> int:
     """Bytes of tensors on the CPU at most while ``work`` runs, above what there was before; what a
     maths library keeps for itself is not seen. Slower than ``work`` alone."""
     recorder: Any = _Recorder(use_kineto=True, profile_memory=True)
-    with _muted():
+    with muted():
         recorder.__enter__()
     try:
         work()
     finally:
-        with _muted():
+        with muted():
             recorder.__exit__(None, None, None)
     held = peak = 0
     for event in recorder.kineto_results.events():
@@ -39,7 +39,7 @@ def cpu_peak_bytes(work: Callable[[], Any]) -> int:
 
 
 @contextmanager
-def _muted() -> Iterator[None]:
+def muted() -> Iterator[None]:
     """The profiler announces its start and stop on file descriptor 2, and nothing turns it off."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)

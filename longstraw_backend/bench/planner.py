@@ -205,7 +205,7 @@ class _Blocks:
 
     def _head(self, tokens: int) -> int:
         chunk = min(tokens, self.settings.head_chunk)
-        hidden = 2 * tokens * self.config.hidden_size * self.element
+        hidden = 2 * tokens * int(self.config.hidden_size) * self.element
         return hidden + head_bytes(self.config, self.element, chunk)
 
 

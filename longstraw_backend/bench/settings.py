@@ -104,7 +104,7 @@ class Settings:
                 f"--context: expected lengths in ascending order, got {list(self.context)}"
             )
         _check_at_least("context", self.context[0], 1)
-        if len(self.context) > 1 and self.verb != "ladder":
+        if len(self.context) > 1 and self.verb not in ("ladder", "plan"):
             raise ValueError(
                 f"--context: expected one length, got {len(self.context)}; take `ladder`"
             )
@@ -147,7 +147,9 @@ class Settings:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:
         """Inverse of :meth:`as_json`."""
-        found = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        found: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
         if found["folder"] is not None:
             found["folder"] = Path(found["folder"])
         return cls(**found)
