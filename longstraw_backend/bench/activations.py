@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from longstraw_backend.kernels.index_topk.scores import KEY_BLOCK, QUERY_ROWS
 from longstraw_backend.kernels.sparse_mla.selected import BLOCK_ELEMENTS
 from longstraw_backend.models.block_traffic import has_experts
 from longstraw_backend.models.families import layer_types_of
@@ -52,10 +53,13 @@ def layer_bytes(
         fused_rule: the delta rule is one kernel, not plain torch.
     """
     kinds, routed = layer_types_of(config), has_experts(config)
+    adapted = not any(routed)  # adapters of models with experts are on attention alone
     found = []
     for kind, experts, layer in zip(kinds, routed, sizes.layers, strict=True):
         mixer = _mixer(config, kind, element, not lora, fused_rule)
-        ffn = _experts(config, element) if experts else _mlp(config, element)
+        ffn = (
+            _experts(config, element) if experts else _mlp(config, element, lora if adapted else 0)
+        )
         norms = _norm(config.hidden_size, not lora) + element * config.hidden_size
         adapters = layer.inputs * WIDE if lora and element < WIDE else 0  # adapters are float32
         graph = mixer.graph + ffn.graph + 2 * norms + adapters
@@ -70,10 +74,16 @@ def head_bytes(config: Any, element: int, head_chunk: int) -> int:
     return head_chunk * int(config.vocab_size) * (element + 3 * WIDE)
 
 
-def fixed_bytes(config: Any) -> int:
-    """Of any block: gathered rows and scores of sparse attention, and their copies."""
-    sparse = {"full", "shared"} & set(layer_types_of(config))
-    return 4 * WIDE * BLOCK_ELEMENTS if sparse else 0
+def fixed_bytes(config: Any, tokens: int, keys: int) -> int:
+    """Of a block of so many tokens, up to a limit: gathered rows and scores of sparse attention,
+    index scores of all ``keys``, and their copies."""
+    if not {"full", "shared"} & set(layer_types_of(config)):
+        return 0
+    spec = mla_spec(config)
+    assert spec.index is not None
+    rows = spec.index.k * (spec.heads + spec.latent + spec.rope)
+    products = min(QUERY_ROWS, tokens * spec.index.heads) * min(KEY_BLOCK, keys)
+    return WIDE * (4 * min(BLOCK_ELEMENTS, tokens * rows) + products)
 
 
 def _norm(width: int, trained: bool) -> int:
@@ -86,7 +96,7 @@ def _mixer(config: Any, kind: str, e: int, trained: bool, fused_rule: bool) -> L
         return _attention(config, e, trained)
     if kind == "linear_attention":
         return _delta_net(config, e, fused_rule)
-    return _latent(config, e, trained)
+    return _latent(config, kind, e, trained)
 
 
 def _attention(config: Any, e: int, trained: bool) -> LayerBytes:
@@ -123,8 +133,9 @@ def _delta_net(config: Any, e: int, fused_rule: bool) -> LayerBytes:
     return LayerBytes(max(taken + rule, gated_norm), graph, back)
 
 
-def _latent(config: Any, e: int, trained: bool) -> LayerBytes:
-    """Queries as projected, in the latent space and with RoPE; outputs there; selections."""
+def _latent(config: Any, kind: str, e: int, trained: bool) -> LayerBytes:
+    """Queries as projected, in the latent space and with RoPE; outputs there; selections. A dense
+    layer is attention with values as wide as keys."""
     spec = mla_spec(config)
     low = getattr(config, "q_lora_rank", None) or 0
     query = spec.heads * (spec.nope + spec.rope)
@@ -135,14 +146,19 @@ def _latent(config: Any, e: int, trained: bool) -> LayerBytes:
         candidates = 4 * spec.index.k * 6  # scores and positions, before and after, and sorted
         picked = candidates + 2 * e * spec.index.heads * spec.index.dim
     forward = e * (low + query + 2 * out + wide) + picked
+    dense = wide if kind == "dense" else 0
+    forward += dense * (e + 4 * WIDE)
     graph = _norm(low, trained) + e * (low + query + wide + out + values) + 4 * picked // 24
-    return LayerBytes(forward, graph, e * (2 * wide + 2 * out))
+    graph += e * dense  # outputs as wide as keys
+    return LayerBytes(forward, graph, e * (2 * wide + 2 * out) + dense * (WIDE + 3 * e))
 
 
-def _mlp(config: Any, e: int) -> LayerBytes:
-    """Gate, its activation, the other half, their product."""
+def _mlp(config: Any, e: int, lora: int) -> LayerBytes:
+    """Gate, its activation, the other half, their product. An adapter's output, its multiple and
+    the sum are wide."""
     width = config.intermediate_size
-    return LayerBytes(3 * e * width, 4 * e * width, 3 * e * width)
+    forward = 2 * e + 3 * WIDE if lora else 3 * e
+    return LayerBytes(forward * width, 4 * e * width, 3 * e * width)
 
 
 def _experts(config: Any, e: int) -> LayerBytes:

@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if args.detach is not None:
         print(f"process {start(settings)}, log {args.detach / 'log.txt'}")
         return 0
-    from .run import bench, planned
+    from .runner import bench, planned
 
     result = planned(settings) if settings.verb == "plan" else bench(settings)
     if result is None:

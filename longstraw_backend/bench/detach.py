@@ -39,7 +39,7 @@ def start(settings: Settings) -> int:
 
 def main(folder: Path) -> int:
     """Run what the folder's ``settings.json`` says; the exit code."""
-    from .run import bench
+    from .runner import bench
 
     settings = Settings.from_json(json.loads((folder / "settings.json").read_text()))
     try:

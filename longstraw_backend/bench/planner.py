@@ -173,7 +173,7 @@ class _Blocks:
             lora=settings.lora,
             fused_rule=settings.device == "cuda" and self.element < WIDE,
         )
-        self.fixed = fixed_bytes(config) + _brought_over(config, settings, context)
+        self.context, self.away = context, _brought_over(config, settings, context)
 
     def capture(self) -> int:
         """Of a chunk."""
@@ -192,16 +192,22 @@ class _Blocks:
         graphs = [tokens * layer.graph for layer in self.layers]
         beside = tokens * max(layer.backward for layer in self.layers)
         page = _page_gradients(self.config, self.settings, self.element)
-        layer = max(graphs) + self.fixed + page + beside
+        if not self.settings.lora:
+            beside += self.sizes.largest * self.element  # a gradient before it is added
+        layer = max(graphs) + self._fixed(tokens) + page + beside
         if not checkpointing:
             kept, layer = sum(graphs), layer - max(graphs)
         else:
             kept = inputs
-        weight = 0 if self.settings.lora else self.sizes.head * self.element  # a chunk's share
+        # the output embedding's gradient, and a chunk's share of it
+        weight = 0 if self.settings.lora else 2 * self.sizes.head * self.element
         return kept + max(layer, self._head(tokens) + weight if head else 0)
 
     def _forward(self, tokens: int) -> int:
-        return self.fixed + tokens * max(layer.forward for layer in self.layers)
+        return self._fixed(tokens) + tokens * max(layer.forward for layer in self.layers)
+
+    def _fixed(self, tokens: int) -> int:
+        return self.away + fixed_bytes(self.config, tokens, self.context + tokens)
 
     def _head(self, tokens: int) -> int:
         chunk = min(tokens, self.settings.head_chunk)

@@ -71,9 +71,9 @@ class Subject:
         """Of weights, gradients, and the state and cotangents that rest beside them."""
         here = [layer for layer in segment.layers if not layer.on_host]
         state = sum(layer.nbytes + layer.cotangent_nbytes for layer in here)
-        parameters = list(self.model.module.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return state + sum(x.nbytes for x in [*parameters, *gradients])
+        module = self.model.module
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        return state + sum(x.nbytes for x in [*module.parameters(), *module.buffers(), *gradients])
 
 
 def make_subject(settings: Settings, config: Any, sizes: ModelSizes, ceilings: Ceilings) -> Subject:

@@ -16,6 +16,9 @@ from .families import layer_types_of
 
 __all__ = ["LayerSizes", "ModelSizes", "head_width", "num_routed"]
 
+_NOT_ADAPTED = "gate", "gate_proj", "up_proj", "down_proj"
+"""Modules without adapters where there are experts."""
+
 
 @dataclass(frozen=True)
 class LayerSizes:
@@ -50,12 +53,14 @@ class ModelSizes:
         head: elements of the output embedding, V x D.
         parameters: all elements, a tied embedding counted once.
         routed: those of routed experts.
+        largest: those of the largest parameter of a decoder layer.
     """
 
     layers: tuple[LayerSizes, ...]
     head: int
     parameters: int
     routed: int
+    largest: int
 
     @classmethod
     def of(cls, config: Any) -> ModelSizes:
@@ -73,6 +78,7 @@ class ModelSizes:
             model.lm_head.weight.numel(),
             sum(p.numel() for p in model.parameters()),
             sum(p.numel() for n, p in model.named_parameters() if ".mlp.experts." in n),
+            max(p.numel() for p in model.model.layers.parameters()),
         )
 
 
@@ -81,8 +87,8 @@ def _layer_sizes(layer: nn.Module, kind: str, config: Any) -> LayerSizes:
     routed = {n: p for n, p in named.items() if ".experts." in n}
     matrices = {n: p for n, p in named.items() if p.dim() == 2 and n not in routed}
     index = {n: p for n, p in matrices.items() if ".indexer." in n}
-    plain = {n: p for n, p in matrices.items() if not n.startswith("mlp.")}
-    adapted = plain if num_routed(config) else matrices
+    left_out = _NOT_ADAPTED if num_routed(config) else ()
+    adapted = {n: p for n, p in matrices.items() if n.split(".")[-2] not in left_out}
     share = config.num_experts_per_tok / num_routed(config) if routed else 0
     return LayerSizes(
         kind,
