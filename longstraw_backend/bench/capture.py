@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from .phase import Phase
 from .subject import Subject
 from .watched import timed, transient_peak
 
-__all__ = ["capture", "capture_phase", "last_chunk"]
+__all__ = ["capture", "capture_phase", "chunk_phase", "last_chunk"]
 
 
 def capture(
@@ -67,13 +68,34 @@ def _captured(subject: Subject, tokens: Tensor, segment: Segment) -> Chunk:
 
 def last_chunk(subject: Subject, segment: Segment) -> Callable[[], object]:
     """A chunk after all that is captured, which leaves the state as it is."""
-    tokens = subject.tokens(min(subject.settings.chunk, segment.length))
+    tokens = subject.tokens(subject.settings.chunk)
 
     def work() -> object:
         with torch.no_grad():
             return advance(subject.model, tokens[None], segment, commit=False)
 
     return work
+
+
+def chunk_phase(subject: Subject, segment: Segment) -> Phase:
+    """Of one chunk after all there is, the median of three: how fast a capture is that far on."""
+    work, device = last_chunk(subject, segment), subject.model.device
+    work()
+    runs = [timed(work, device) for _ in range(3)]
+    start, count = segment.length, subject.settings.chunk
+    config, sizes = subject.text_config, subject.sizes
+    flops = capture_flops(config, sizes, start, start + count, lora=subject.settings.lora)
+    peaks = [peak for _, _, peak in runs if peak is not None]
+    return Phase(
+        "chunk",
+        start,
+        count,
+        statistics.median(seconds for _, seconds, _ in runs),
+        flops,
+        roofline_seconds(flops, subject.ceilings),
+        subject.plan(start).peak("capture"),
+        max(peaks, default=None),
+    )
 
 
 def capture_phase(subject: Subject, progress: Progress, segment: Segment) -> Phase:

@@ -98,7 +98,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     flags = {
         "no-checkpointing": "keep activations instead of recomputing each layer",
         "no-profile": "leave out the shares of kernels",
-        "random-state": "replay: random values in place of a captured state",
+        "random-state": "random values in place of a captured state; capture then times one chunk",
         "replay": "ladder: also score and replay at each length",
         "plan": "only predict, as the verb plan does",
     }

@@ -14,7 +14,7 @@ _PANELS = {
     "tokens_per_second": ("tokens/s", 1.0),
     "peak_bytes": ("peak, GiB", 2.0**-30),
 }
-_PHASES = "capture", "score", "replay"
+_PHASES = "capture", "chunk", "score", "replay"
 
 
 def plot_files(files: Sequence[Path], picture: Path) -> None:

@@ -17,7 +17,7 @@ from longstraw_backend import __version__
 from longstraw_backend.models.sizes import ModelSizes
 from longstraw_backend.state import Segment
 
-from .capture import capture, capture_phase, last_chunk
+from .capture import capture, capture_phase, chunk_phase, last_chunk
 from .ceilings import measure_ceilings
 from .folder import Progress
 from .phase import Phase
@@ -51,6 +51,8 @@ def bench(settings: Settings, console: Console | None = None) -> dict[str, Any] 
         config, device, dtype, chunk=settings.chunk, page_tokens=settings.page_tokens
     )
     print_ceilings(console, settings, ceilings)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     run = _Run(make_subject(settings, config, sizes, ceilings), progress, console)
     if not run.all():
         return None
@@ -98,7 +100,9 @@ class _Run:
             return False
         self.phases = list(self.progress.rungs)
         self.state = {"bytes": segment.nbytes, "host_bytes": segment.host_nbytes}
-        if settings.profile and not settings.random_state:
+        if settings.random_state and settings.verb == "capture":
+            self._add([chunk_phase(subject, segment)])
+        if settings.profile:
             self._share("capture", last_chunk(subject, segment))
         if settings.verb == "replay":
             self._add(replay_phases(subject, segment, settings.group))

@@ -37,7 +37,8 @@ class Settings:
         offload: kinds of state that rest in CPU memory.
         lora: rank of adapters; 0 trains all parameters.
         checkpointing: recompute each layer in the backward.
-        random_state: random values in place of a captured state.
+        random_state: random values in place of a captured state; ``capture`` then times one chunk
+            after it.
         replay: also score and replay one response at each rung of a ladder.
         device: ``cpu`` or ``cuda``.
         dtype: of weights and activations; by default bfloat16 on CUDA, float32 on a CPU.
@@ -108,8 +109,10 @@ class Settings:
             raise ValueError(
                 f"--context: expected one length, got {len(self.context)}; take `ladder`"
             )
-        if self.random_state and self.verb != "replay":
-            raise ValueError(f"--random-state: {self.verb} times a capture; take `replay`")
+        if self.random_state and self.verb not in ("capture", "replay", "plan"):
+            raise ValueError(
+                f"--random-state: {self.verb} times a whole capture; take `capture` or `replay`"
+            )
         uneven = [rung for rung in self.context[:-1] if rung % self.chunk]
         if uneven:
             raise ValueError(

@@ -52,6 +52,11 @@ def test_a_replay_times_every_pass_and_compares_peaks(family: str) -> None:
     json.dumps(found)
 
 
+def test_a_chunk_is_timed_after_a_random_state() -> None:
+    found = _bench(small_settings(random_state=True))
+    assert _names(found) == [("chunk", 256)] and found["phases"][0]["tokens"] == 64
+
+
 @pytest.mark.parametrize("gradient", ["response_only", "exact"])
 def test_a_step_is_the_engines_own(gradient: Any) -> None:
     found = _bench(small_settings("step", gradient=gradient))
@@ -145,7 +150,7 @@ def test_a_plan_is_printed_without_a_run(
         (["capture", "--context", "1.5M"], "--context: expected lengths such as"),
         (["ladder", "--context", "2K,1K"], "--context: expected lengths in ascending order"),
         (["ladder", "--context", "100,200"], "--context: expected multiples of --chunk"),
-        (["capture", "--random-state"], "--random-state: capture times a capture"),
+        (["step", "--random-state"], "--random-state: step times a whole capture"),
         (["capture", "--offload", "disk"], "--offload: expected none, all or a list"),
         (["capture", "--chunk", "0"], "--chunk: expected an integer of at least 1, got 0"),
         (["capture", "--resume"], "--resume, --seconds: state is kept in a folder"),
