@@ -152,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
     check_folder("json", args.json)
     settings = _settings(args)
     if args.detach is not None:
+        _check(settings)
         print(f"process {start(settings)}, log {args.detach / 'log.txt'}")
         return 0
     from .runner import bench, planned
@@ -166,6 +167,15 @@ def run(args: argparse.Namespace) -> int:
 
         plot([result], args.plot)
     return 0
+
+
+def _check(settings: Settings) -> None:
+    """Raise here what a background run would write to its log."""
+    from .folder import Progress
+    from .shapes import config_of
+
+    config_of(settings.shape, settings.layers, settings.vocab)
+    Progress.begin(settings)
 
 
 def _settings(args: argparse.Namespace) -> Settings:

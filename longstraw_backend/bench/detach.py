@@ -24,6 +24,7 @@ def start(settings: Settings) -> int:
     folder = settings.folder
     assert folder is not None, "the command line gives a folder"
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").unlink(missing_ok=True)
     (folder / "settings.json").write_text(json.dumps(settings.as_json(), indent=2) + "\n")
     command = [sys.executable, "-m", "longstraw_backend.bench.detach", str(folder)]
     with (folder / "log.txt").open("ab") as log:

@@ -191,7 +191,7 @@ class _Blocks:
         inputs = tokens * self.config.hidden_size * self.element * len(self.layers)
         graphs = [tokens * layer.graph for layer in self.layers]
         beside = tokens * max(layer.backward for layer in self.layers)
-        page = _page_gradients(self.config, self.settings, self.element)
+        page = _page_gradients(self.config, self.settings, self.context, self.element)
         if not self.settings.lora:
             beside += self.sizes.largest * self.element  # a gradient before it is added
         layer = max(graphs) + self._fixed(tokens) + page + beside
@@ -215,11 +215,11 @@ class _Blocks:
         return hidden + head_bytes(self.config, self.element, chunk)
 
 
-def _page_gradients(config: Any, settings: Settings, element: int) -> int:
+def _page_gradients(config: Any, settings: Settings, context: int, element: int) -> int:
     """A kernel makes dk and dv of a whole page, also where they are dropped."""
     kinds = {state_of_layer(config, kind, element) for kind in layer_types_of(config)}
     widest = max((s.token for s in kinds if s.kind == "attention"), default=0)
-    return widest * settings.page_tokens
+    return widest * min(context, settings.page_tokens)
 
 
 def _brought_over(config: Any, settings: Settings, context: int) -> int:
