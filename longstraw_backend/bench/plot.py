@@ -56,6 +56,7 @@ def plot(results: Sequence[dict[str, Any]], picture: Path) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=label)
         axes.set_xscale("log", base=2)
+        axes.margins(y=0.15)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("prompt tokens")
         axes.set_title(text)

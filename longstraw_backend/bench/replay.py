@@ -113,8 +113,10 @@ def _with_peak(subject: Subject, segment: Segment, phase: Phase) -> Phase:
     """Predicted bytes, and measured ones where no allocator tells: on a CPU of a whole response."""
     if phase.name == "forward":
         return phase
-    scored = phase.name == "score"
-    predicted = subject.plan(segment.length).peak("score" if scored else "replay")
+    scored, plan = phase.name == "score", subject.plan(segment.length)
+    # gradients of responses before are there
+    trained = plan.gradients + plan.cotangents
+    predicted = plan.peak("score") + trained if scored else plan.peak("replay")
     if phase.peak_bytes is not None:
         return replace(phase, predicted_bytes=predicted)
     work = (_score if scored else one_response)(subject, segment, subject.response(0))

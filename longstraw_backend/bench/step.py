@@ -89,30 +89,46 @@ def _run(walk: GroupWalk, groups: list[Group], meter: Meter, *, grad: bool) -> N
 def _phases(
     subject: Subject, context: int, meter: Meter, measured: list[tuple[float, int | None]]
 ) -> list[Phase]:
-    settings, ceilings, plan = subject.settings, subject.ceilings, subject.plan(context)
-    tokens = settings.group * settings.response
-    config, sizes, how = subject.text_config, subject.sizes, subject.training
-    found = []
-
-    def add(
-        name: str, count: int, passes: list[tuple[Flops, Flops, Flops]], peak: int | None
-    ) -> None:
-        ahead = sum((f + again for f, again, _ in passes), start=Flops())
-        back = sum((b for _, _, b in passes), start=Flops())
-        best = roofline_seconds(ahead, ceilings) + roofline_seconds(back, ceilings, backward=True)
-        # a walk back over the prompt is in the replay's measured peak
-        walks_back = settings.gradient == "exact" and name != "score"
-        predicted = plan.peak("step" if walks_back else name)
-        spent = meter.seconds[name]
-        found.append(Phase(name, context, count, spent, ahead + back, best, predicted, peak))
-
-    one = replay_flops(config, sizes, context, settings.response, how)
-    (_, score_peak), (_, replay_peak), (seconds, update_peak) = measured
-    add("score", tokens, [(one[0], Flops(), Flops())] * settings.group, score_peak)
-    add("replay", tokens, [one] * settings.group, replay_peak)
+    settings, config, sizes = subject.settings, subject.text_config, subject.sizes
+    tokens, how = settings.group * settings.response, subject.training
+    forward, again, backward = replay_flops(config, sizes, context, settings.response, how)
+    scores = [(forward, Flops())] * settings.group
+    replays = [(forward + again, backward)] * settings.group
+    reverses = [
+        (forward + again, backward)
+        for forward, again, backward in (
+            reverse_flops(config, sizes, part.start, part.stop - part.start, how)
+            for part in spans(context, settings.chunk)
+        )
+    ]
+    work = {"score": (tokens, scores), "replay": (tokens, replays)}
     if settings.gradient == "exact":
-        parts = spans(context, settings.chunk)
-        back = [reverse_flops(config, sizes, p.start, p.stop - p.start, how) for p in parts]
-        add("prompt_backward", context, back, None)
-    update = Phase("optimizer", context, 0, seconds, Flops(), 0.0, plan.peak("step"), update_peak)
-    return [*found, update]
+        work["prompt_backward"] = context, reverses
+    peaks = {"score": measured[0][1], "replay": measured[1][1]}
+    found = [
+        _phase(subject, context, name, count, passes, meter.seconds[name], peaks.get(name))
+        for name, (count, passes) in work.items()
+    ]
+    seconds, peak = measured[2]
+    most = subject.plan(context).peak("step")
+    return [*found, Phase("optimizer", context, 0, seconds, Flops(), 0.0, most, peak)]
+
+
+def _phase(
+    subject: Subject,
+    context: int,
+    name: str,
+    tokens: int,
+    passes: list[tuple[Flops, Flops]],
+    seconds: float,
+    peak: int | None,
+) -> Phase:
+    """Of all passes of a kind, from what each does forward and backward. The walk back over a
+    prompt lies in the replay's measured peak."""
+    forward = sum((f for f, _ in passes), start=Flops())
+    backward = sum((b for _, b in passes), start=Flops())
+    best = roofline_seconds(forward, subject.ceilings)
+    best += roofline_seconds(backward, subject.ceilings, backward=True)
+    walks_back = subject.settings.gradient == "exact" and name != "score"
+    predicted = subject.plan(context).peak("step" if walks_back else name)
+    return Phase(name, context, tokens, seconds, forward + backward, best, predicted, peak)
