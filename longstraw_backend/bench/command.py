@@ -151,6 +151,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     check_folder("json", args.json)
     settings = _settings(args)
+    if args.plot is not None and (settings.verb == "plan" or args.detach is not None):
+        raise ValueError(
+            "--plot: a plan or a run in the background draws nothing; draw its result with "
+            "`longstraw bench plot` or leave it out"
+        )
     if args.detach is not None:
         _check(settings)
         print(f"process {start(settings)}, log {args.detach / 'log.txt'}")

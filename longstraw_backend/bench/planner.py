@@ -26,6 +26,9 @@ from .settings import Settings
 
 __all__ = ["Plan", "StateBytes", "largest_context", "plan_of", "state_of_layer"]
 
+_ANY = 1 << 40
+"""Tokens of a prompt that is longer than any."""
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -112,9 +115,9 @@ def plan_of(config: Any, sizes: ModelSizes, settings: Settings, context: int) ->
     )
 
 
-def largest_context(config: Any, sizes: ModelSizes, settings: Settings, phase: str) -> int:
-    """The longest prompt whose predicted peak stays within the budget, to a chunk; 0 if none
-    does."""
+def largest_context(config: Any, sizes: ModelSizes, settings: Settings, phase: str) -> int | None:
+    """The longest prompt whose predicted peak stays within the budget, to a chunk; 0 if none does,
+    None if all do because what grows with the prompt rests in CPU memory."""
     budget = settings.budget_gb * 2**30
 
     def fits(chunks: int) -> bool:
@@ -124,8 +127,10 @@ def largest_context(config: Any, sizes: ModelSizes, settings: Settings, phase: s
     if not fits(1):
         return 0
     least, most = 1, 2
-    while fits(most) and most * settings.chunk < 1 << 40:
+    while fits(most):
         least, most = most, 2 * most
+        if most * settings.chunk > _ANY:
+            return None
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if fits(middle) else (least, middle)

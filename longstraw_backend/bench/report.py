@@ -50,7 +50,7 @@ def print_plan(
     console: Console,
     settings: Settings,
     plans: dict[int, dict[str, int]],
-    longest: dict[str, int],
+    longest: dict[str, int | None],
 ) -> None:
     """Predicted bytes by length, and the longest prompts."""
     table = Table(f"{settings.shape}, predicted", *(f"{context:,}" for context in plans))
@@ -58,7 +58,8 @@ def print_plan(
         table.add_row(name.replace("_", " "), *(_gib(plan[name]) for plan in plans.values()))
     console.print(table)
     for phase, tokens in longest.items():
-        console.print(f"{phase}: {tokens:,} tokens fit in {settings.budget_gb:g} GiB")
+        count = "any number of" if tokens is None else f"{tokens:,}"
+        console.print(f"{phase}: {count} tokens fit in {settings.budget_gb:g} GiB of the device")
 
 
 def _gib(count: int | None) -> str:

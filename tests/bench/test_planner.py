@@ -73,6 +73,7 @@ def test_the_longest_prompt_fits_and_one_chunk_more_does_not() -> None:
     config = config_of("qwen3.6-27b")
     sizes, settings = ModelSizes.of(config), small_settings(device="cuda", chunk=8192, lora=16)
     longest = largest_context(config, sizes, settings, "replay")
+    assert longest is not None
     peaks = [plan_of(config, sizes, settings, n).peak("replay") for n in (longest, longest + 8192)]
     assert peaks[0] <= settings.budget_gb * 2**30 < peaks[1]
     assert largest_context(config, sizes, replace(settings, budget_gb=1.0), "replay") == 0
@@ -85,3 +86,9 @@ def test_offloaded_state_is_told_apart() -> None:
     away = plan_of(config, sizes, replace(settings, offload=("attention",)), 1 << 20)
     assert away.state + away.host == here.state + here.host
     assert away.state < here.state and away.capture > here.capture  # rooms for two pages
+
+
+def test_any_prompt_fits_whose_state_rests_in_cpu_memory() -> None:
+    config = config_of("qwen3.6-27b")
+    settings = small_settings(device="cuda", chunk=8192, lora=16, offload=("attention",))
+    assert largest_context(config, ModelSizes.of(config), settings, "capture") is None

@@ -139,7 +139,7 @@ def test_a_plan_is_printed_without_a_run(
     file = tmp_path / "plan.json"
     options = ["--device", "cuda", "--lora", "16", "--context", "1M,2M", "--json", str(file)]
     assert main(["bench", "plan", "--shape", "qwen3.6-27b", *options]) == 0
-    assert "fit in 139 GiB" in capsys.readouterr().out
+    assert "tokens fit in 139 GiB" in capsys.readouterr().out
     assert json.loads(file.read_text())["plans"][1]["context"] == 2097152
 
 
@@ -153,6 +153,7 @@ def test_a_plan_is_printed_without_a_run(
         (["step", "--random-state"], "--random-state: step times a whole capture"),
         (["capture", "--offload", "disk"], "--offload: expected none, all or a list"),
         (["capture", "--chunk", "0"], "--chunk: expected an integer of at least 1, got 0"),
+        (["plan", "--plot", "x.png"], "--plot: a plan or a run in the background draws nothing"),
         (["capture", "--resume"], "--resume, --seconds: state is kept in a folder"),
         (["capture", "--shape", "x"], "--shape: expected one of"),
         (["capture", "--json", "/nowhere/x.json"], "--json: expected a file in an existing"),
