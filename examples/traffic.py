@@ -2,24 +2,25 @@
 
     python examples/traffic.py --json out.json
 
-Bytes that leave one rank for others, bf16, with activation checkpointing, for the shapes of
-``shapes.py``; the formulas are those of ``longstraw_backend/models/block_traffic.py``, which tests
-hold against the counters of real runs. Seconds are bytes over ``--bandwidth`` alone: no latency,
-and nothing hidden behind work. What FSDP gathers for the forwards of the capture comes on top and
-is given by itself.
+Bytes that leave one rank for others, bf16, with activation checkpointing, for two shapes of
+``longstraw bench`` split as their overlays in ``configs/longstraw`` do; the formulas are those of
+``longstraw_backend/models/block_traffic.py``, which tests hold against the counters of real runs.
+Seconds are bytes over ``--bandwidth`` alone: no latency, and nothing hidden behind work. What FSDP
+gathers for the forwards of the capture comes on top and is given by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES, Shape, num_parameters
-
+from longstraw_backend.bench.shapes import config_of
 from longstraw_backend.models.block_traffic import Split, gathered_parameter_bytes, layer_bytes
 from longstraw_backend.models.families import layer_types_of
+from longstraw_backend.models.sizes import ModelSizes
 from longstraw_backend.walk.update_traffic import (
     captured_token_bytes,
     replayed_token_bytes,
@@ -30,9 +31,32 @@ TOKENS, RESPONSE = 2_097_152, 8192
 """Tokens of the prompt that are captured, and of a response."""
 
 
-def evaluate(shape: Shape) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Split2M:
+    """How a shape's overlay splits it.
+
+    Attributes:
+        shape: its name.
+        ranks: that share a prompt.
+        expert_ranks: that share a layer's experts.
+        chunk: prompt tokens of a block.
+    """
+
+    shape: str
+    ranks: int
+    expert_ranks: int
+    chunk: int
+
+
+SPLITS = {
+    "Qwen3.6-27B": Split2M("qwen3.6-27b", ranks=8, expert_ranks=1, chunk=32768),
+    "GLM-5.2": Split2M("glm-5.2", ranks=32, expert_ranks=32, chunk=131072),
+}
+
+
+def evaluate(shape: Split2M) -> dict[str, Any]:
     """All numbers of a shape, in bytes that a rank sends."""
-    config, cp, ep = shape.config, shape.ranks, shape.expert_ranks
+    config, cp, ep = config_of(shape.shape), shape.ranks, shape.expert_ranks
     split, chunk = Split(cp, ep), shape.chunk
     replayed = replayed_token_bytes(
         config, cp, ep, gradient="exact", checkpointing=True, block=RESPONSE
@@ -47,7 +71,8 @@ def evaluate(shape: Shape) -> dict[str, Any]:
         gradient="exact",
         checkpointing=True,
     )
-    gathered = num_parameters(config, routed_experts=ep == 1)
+    sizes = ModelSizes.of(config)
+    gathered = sizes.parameters - (0 if ep == 1 else sizes.routed)
     return {
         "ranks": cp,
         "expert_ranks": ep,
@@ -110,7 +135,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here")
     args = parser.parse_args()
     print(f"prompt of {TOKENS:,} captured tokens, a response of {RESPONSE:,}")
-    found = {name: evaluate(shape) for name, shape in SHAPES.items()}
+    found = {name: evaluate(shape) for name, shape in SPLITS.items()}
     for name, numbers in found.items():
         show(name, numbers, args.bandwidth)
     if args.json:

@@ -13,7 +13,7 @@ from longstraw_backend import __version__
 
 __all__ = ["main"]
 
-_COMMANDS = ("compare", "doctor")
+_COMMANDS = ("bench", "compare", "doctor")
 
 
 def _modules() -> dict[str, ModuleType]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from longstraw_backend.allocations import cpu_peak_bytes
 from longstraw_backend.config import LongStrawConfig
 from longstraw_backend.groups import Group, Row
 from longstraw_backend.kernels.logprob_head import LogProbs
@@ -41,7 +40,7 @@ def measured(work: Callable[[], T], device: torch.device) -> Measured[T]:
     Peak bytes are those of the watched run on a CPU and of the timed run on CUDA.
     """
     if device.type != "cuda":
-        peak = _cpu_peak_bytes(work)
+        peak = cpu_peak_bytes(work)
         began = time.perf_counter()
         result = work()
         return Measured(result, time.perf_counter() - began, peak)
@@ -53,43 +52,6 @@ def measured(work: Callable[[], T], device: torch.device) -> Measured[T]:
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
     return Measured(result, seconds, torch.cuda.max_memory_allocated(device) - before)
-
-
-class _Recorder(torch.autograd.profiler.profile):
-    """torch's profiler without its Python statistics, which take longer than what is recorded."""
-
-    def _parse_kineto_results(self, *_: Any) -> list[Any]:
-        return []
-
-
-def _cpu_peak_bytes(work: Callable[[], Any]) -> int:
-    recorder: Any = _Recorder(use_kineto=True, profile_memory=True)
-    with _muted():
-        recorder.__enter__()
-    try:
-        work()
-    finally:
-        with _muted():
-            recorder.__exit__(None, None, None)
-    held = peak = 0
-    for event in recorder.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
-@contextmanager
-def _muted() -> Iterator[None]:
-    """The profiler announces its start and stop on file descriptor 2, and nothing turns it off."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 def ordinary(

@@ -41,6 +41,7 @@ from longstraw_backend.parallel.traffic import Purpose
 from .delta_by_head import can_share
 from .families import layer_types_of
 from .mla_spec import mla_spec
+from .sizes import head_width, num_routed
 
 __all__ = [
     "Sent",
@@ -116,7 +117,7 @@ LayerFormula = Callable[[Any, range, Split], Sent]
 def full_attention(config: Any, block: range, split: Split) -> Sent:
     """Attention over owners of pages; see the table."""
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = head_width(config)
     return _owners_attention(heads, config.num_key_value_heads, width, block, split)
 
 
@@ -188,7 +189,7 @@ def experts(config: Any, block: range, split: Split) -> Sent:
     others, ranks = split.expert_ranks - 1, split.expert_ranks
     rows = split.own(block) * config.num_experts_per_tok
     there_and_back = 2 * rows * config.hidden_size * split.element
-    counts = 8 * _num_experts(config)
+    counts = 8 * num_routed(config)
     return Sent((there_and_back + counts) * others // ranks, there_and_back * others // ranks)
 
 
@@ -255,14 +256,10 @@ def backward_bytes(config: Any, block: range, split: Split) -> Counter[Purpose]:
 def has_experts(config: Any) -> Sequence[bool]:
     """Which layers choose experts."""
     layers = range(config.num_hidden_layers)
-    if not _num_experts(config):
+    if not num_routed(config):
         return [False for _ in layers]
     if getattr(config, "mlp_layer_types", None):
         return [kind == "sparse" for kind in config.mlp_layer_types]
     dense_first = getattr(config, "first_k_dense_replace", 0)
     step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", [])
     return [i >= dense_first and i not in (dense or []) and (i + 1) % step == 0 for i in layers]
-
-
-def _num_experts(config: Any) -> int:
-    return int(getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", 0) or 0)

@@ -20,12 +20,19 @@ from longstraw_backend.state import PromptKey, PromptStore, Segment
 from .advance import advance, own_tokens
 from .meter import Meter
 
-__all__ = ["GroupWalk", "capture_prompt", "num_chunks"]
+__all__ = ["GroupWalk", "capture_prompt", "num_chunks", "prompt_segment"]
 
 
 def num_chunks(prompt_tokens: int, chunk_tokens: int) -> int:
     """Model calls that capturing a prompt of this length takes; 0 for a prompt of one token."""
     return -(-(prompt_tokens - 1) // chunk_tokens)
+
+
+def prompt_segment(model: DrivenModel, tokens: int, config: LongStrawConfig) -> Segment:
+    """Room for the state of a prompt of which so many tokens are captured."""
+    cotangents = getattr(torch, config.cotangent_dtype) if config.gradient == "exact" else None
+    room = own_tokens(tokens, config.capture_tokens, model.ranks)
+    return model.segment(tokens, config.page_tokens, config.placement, cotangents, room)
 
 
 def capture_prompt(
@@ -38,9 +45,7 @@ def capture_prompt(
         quiet: show no progress bar.
     """
     boundary = prompt.numel() - 1
-    cotangents = getattr(torch, config.cotangent_dtype) if config.gradient == "exact" else None
-    room = own_tokens(boundary, config.capture_tokens, model.ranks)
-    segment = model.segment(boundary, config.page_tokens, config.placement, cotangents, room)
+    segment = prompt_segment(model, boundary, config)
     tokens = prompt[:boundary].to(model.device)
     with tqdm(
         total=boundary, unit="tok", unit_scale=True, desc="capture", disable=quiet, delay=5

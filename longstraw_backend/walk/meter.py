@@ -12,7 +12,7 @@ import torch
 
 from longstraw_backend.models import DrivenModel
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "wait_for"]
 
 
 @dataclass
@@ -56,12 +56,12 @@ class Meter:
         replay."""
         device, traffic = model.device, model.ranks.traffic
         before = traffic.sent.copy()
-        _wait(device)
+        wait_for(device)
         began = time.perf_counter()
         try:
             yield
         finally:
-            _wait(device)
+            wait_for(device)
             self.seconds[name] += time.perf_counter() - began
             self.sent[name] += traffic.since(before)
 
@@ -90,6 +90,7 @@ class Meter:
         )
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
