@@ -6,6 +6,7 @@ a wide dtype, the stock grouped experts, the delta rule. Of each layer, per toke
     forward    alive at most inside the layer, without a graph
     graph      what autograd keeps of it for the backward
     backward   alive at most beside that graph in its backward
+    kept       for a recomputation: the layer's input, and what attention over all tokens gave
 
 Workspaces of libraries are not in it, nor is what the allocator can't use. Nothing depends on the
 length of the prompt, but for state that is brought over from CPU memory.
@@ -40,6 +41,7 @@ class LayerBytes:
     forward: int
     graph: int
     backward: int
+    kept: int = 0
 
 
 def layer_bytes(
@@ -64,8 +66,9 @@ def layer_bytes(
         adapters = layer.inputs * WIDE if lora and element < WIDE else 0  # adapters are float32
         graph = mixer.graph + ffn.graph + 2 * norms + adapters
         beside = max(ffn.backward, mixer.backward - ffn.graph)
-        residual = 2 * element * config.hidden_size
-        found.append(LayerBytes(residual + max(mixer.forward, ffn.forward), graph, beside))
+        residual, kept = 2 * element * config.hidden_size, element * config.hidden_size
+        kept += _attended(config, kind, element)
+        found.append(LayerBytes(residual + max(mixer.forward, ffn.forward), graph, beside, kept))
     return found
 
 
@@ -97,6 +100,16 @@ def _mixer(config: Any, kind: str, e: int, trained: bool, fused_rule: bool) -> L
     if kind == "linear_attention":
         return _delta_net(config, e, fused_rule)
     return _latent(config, kind, e, trained)
+
+
+def _attended(config: Any, kind: str, e: int) -> int:
+    """Output and log-sum-exp of attention over all tokens; other kinds keep none."""
+    if kind == "full_attention":
+        return int(config.num_attention_heads) * (head_width(config) * e + WIDE)
+    if kind != "dense":
+        return 0
+    spec = mla_spec(config)
+    return spec.heads * ((spec.latent + spec.rope) * e + WIDE)
 
 
 def _attention(config: Any, e: int, trained: bool) -> LayerBytes:

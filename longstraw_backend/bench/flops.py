@@ -14,7 +14,8 @@ and in the backward: linear layers, experts and delta rule twice that, linear la
 once if they are frozen; index scores none; causal attention 5 products for 2 (q k^T again, do v^T,
 dq, dk, dv); pages the same with ``exact``, but 3 with ``response_only``: they are constants, only
 dq is needed, whatever a kernel makes. The log-prob head makes its logits again. With activation
-checkpointing the forward is made once more, without the selection and the head.
+checkpointing the forward is made once more, without selection, attention over all tokens and head:
+what they gave is kept.
 
 Legend: N heads of width H; delta net: value heads of K x V, M channels, width W of the convolution;
 latent attention: L the latent with RoPE, V the latent; I index heads of width D.
@@ -22,7 +23,7 @@ latent attention: L the latent with RoPE, V the latent; I index heads of width D
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from longstraw_backend.choices import Gradient
@@ -106,7 +107,9 @@ def reverse_flops(
     if not how.checkpointing:
         return forward, Flops(), backward
     spared = sum(layer.index_linear + how.lora * layer.index_edges for layer in sizes.layers)
-    again = forward + Flops(matmul=-2.0 * tokens * spared, index=-forward.index)
+    again = replace(
+        forward, matmul=forward.matmul - 2.0 * tokens * spared, index=0.0, pages=0.0, causal=0.0
+    )
     return forward, again, backward
 
 

@@ -190,20 +190,17 @@ class _Blocks:
         return max(self._forward(tokens), self._head(tokens))
 
     def replay(self, tokens: int, *, head: bool) -> int:
-        """Of a block with its graph: kept inputs of all layers and one layer's graph, or all
-        graphs; at the end of the forward, logits."""
-        checkpointing = self.settings.checkpointing
-        inputs = tokens * self.config.hidden_size * self.element * len(self.layers)
+        """Of a block with its graph: what all layers keep for recomputation and one layer's graph,
+        or all graphs; at the end of the forward, logits."""
+        kept = tokens * sum(layer.kept for layer in self.layers)
         graphs = [tokens * layer.graph for layer in self.layers]
         beside = tokens * max(layer.backward for layer in self.layers)
         page = _page_gradients(self.config, self.settings, self.context, self.element)
         if not self.settings.lora:
             beside += self.sizes.largest * self.element  # a gradient before it is added
         layer = max(graphs) + self._fixed(tokens) + page + beside
-        if not checkpointing:
+        if not self.settings.checkpointing:
             kept, layer = sum(graphs), layer - max(graphs)
-        else:
-            kept = inputs
         # the output embedding's gradient, and a chunk's share of it
         weight = 0 if self.settings.lora else 2 * self.sizes.head * self.element
         return kept + max(layer, self._head(tokens) + weight if head else 0)
