@@ -12,12 +12,13 @@ from tqdm import tqdm
 
 from longstraw_backend.state import Segment
 from longstraw_backend.walk import advance
+from longstraw_backend.walk.update_traffic import captured_bytes
 
-from .ceilings import roofline_seconds
 from .flops import capture_flops
 from .folder import Chunk, Progress
 from .phase import Phase
 from .subject import Subject
+from .together import speaks
 from .watched import timed, transient_peak
 
 __all__ = ["capture", "capture_phase", "chunk_phase", "last_chunk"]
@@ -40,7 +41,12 @@ def capture(
     progress.restore(segment, model.device)
     began = time.monotonic()
     with tqdm(
-        total=prompt.numel(), initial=segment.length, unit="tok", unit_scale=True, desc="capture"
+        total=prompt.numel(),
+        initial=segment.length,
+        unit="tok",
+        unit_scale=True,
+        desc="capture",
+        disable=not speaks(),
     ) as bar:
         for tokens in prompt[segment.length :].split(settings.chunk):
             if settings.seconds is not None and time.monotonic() - began >= settings.seconds:
@@ -62,8 +68,9 @@ def _captured(subject: Subject, tokens: Tensor, segment: Segment) -> Chunk:
         with torch.no_grad():
             advance(model, tokens[None], segment)
 
+    before = subject.sent
     _, seconds, peak = timed(work, model.device)
-    return Chunk(segment.length, seconds, peak)
+    return Chunk(segment.length, seconds, peak, subject.sent - before)
 
 
 def last_chunk(subject: Subject, segment: Segment) -> Callable[[], object]:
@@ -92,8 +99,8 @@ def chunk_phase(subject: Subject, segment: Segment) -> Phase:
         count,
         statistics.median(seconds for _, seconds, _ in runs),
         flops,
-        roofline_seconds(flops, subject.ceilings),
-        subject.plan(start).peak("capture"),
+        subject.roofline(flops),
+        subject.predicted(start, "capture"),
         max(peaks, default=None),
     )
 
@@ -114,7 +121,17 @@ def capture_phase(subject: Subject, progress: Progress, segment: Segment) -> Pha
         length,
         sum(c.seconds for c in chunks),
         flops,
-        roofline_seconds(flops, subject.ceilings),
-        subject.plan(length).peak("capture"),
+        subject.roofline(flops),
+        subject.predicted(length, "capture"),
         peak,
+        _sent(subject, chunks),
     )
+
+
+def _sent(subject: Subject, chunks: list[Chunk]) -> tuple[int, int] | None:
+    """Counted, and by formula."""
+    if subject.split is None:
+        return None
+    length, chunk = chunks[-1].stop, subject.settings.chunk
+    formula = captured_bytes(subject.text_config, length, chunk, subject.split)
+    return sum(c.sent_bytes for c in chunks), sum(formula.values())

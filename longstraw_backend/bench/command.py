@@ -75,6 +75,7 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
         "head_chunk": "response tokens whose logits exist at one time",
         "page_tokens": "tokens of a key/value buffer",
         "lora": "rank of adapters; 0 trains all parameters",
+        "cp": "ranks that share the prompt: started here, or by torchrun",
     }
     for name, text in counts.items():
         default = getattr(_DEFAULTS, name)
@@ -85,6 +86,9 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ep", type=int, metavar="N", help="ranks that share experts; as many of --cp as can"
+    )
     parser.add_argument("--gradient", choices=get_args(Gradient), default=_DEFAULTS.gradient)
     parser.add_argument(
         "--offload",
@@ -160,9 +164,13 @@ def run(args: argparse.Namespace) -> int:
         _check(settings)
         print(f"process {start(settings)}, log {args.detach / 'log.txt'}")
         return 0
+    from longstraw_backend.compare.ranks import is_first
+
     from .runner import bench, planned
 
     result = planned(settings) if settings.verb == "plan" else bench(settings)
+    if not is_first():
+        return 0
     if result is None:
         return STOPPED
     if args.json is not None:

@@ -20,11 +20,13 @@ __all__ = ["Chunk", "Progress"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A captured chunk: the tokens there are after it, its seconds, its peak in bytes."""
+    """A captured chunk: the tokens there are after it, its seconds, its peak in bytes, and the
+    bytes that left this rank."""
 
     stop: int
     seconds: float
     peak_bytes: int | None
+    sent_bytes: int = 0
 
 
 @dataclass

@@ -22,7 +22,8 @@ class Phase:
         flops: by formula.
         roofline_seconds: of the same work at the measured ceilings.
         predicted_bytes: peak on the device by the planner, None if it has none of this pass.
-        peak_bytes: peak that was measured; None if it was not.
+        peak_bytes: peak that was measured, the highest of all ranks; None if it was not.
+        sent_bytes: that left this rank for others, and by formula; None if they were not counted.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Phase:
     roofline_seconds: float
     predicted_bytes: int | None = None
     peak_bytes: int | None = None
+    sent_bytes: tuple[int, int] | None = None
 
     @property
     def fraction(self) -> float:
@@ -57,4 +59,6 @@ class Phase:
             "predicted_over_measured": (self.predicted_bytes or 0) / (self.peak_bytes or 1)
             if both
             else None,
+            "sent_bytes": self.sent_bytes and self.sent_bytes[0],
+            "sent_bytes_by_formula": self.sent_bytes and self.sent_bytes[1],
         }

@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
+from longstraw_backend.models.block_traffic import backward_bytes, forward_bytes
 from longstraw_backend.state import Segment
 from longstraw_backend.walk import Block, advance, predict
 
-from .ceilings import roofline_seconds
 from .flops import replay_flops
 from .phase import Phase
 from .subject import Subject
@@ -84,23 +85,43 @@ def _backward(out: Any) -> None:
 
 
 def _response(subject: Subject, segment: Segment, block: Block) -> list[Phase]:
-    model, settings = subject.model, subject.settings
+    device, sent = subject.model.device, [subject.sent]
 
-    _, scored, score_peak = timed(_score(subject, segment, block), model.device)
-    out, ahead, ahead_peak = timed(lambda: _forward(subject, segment, block), model.device)
-    _, back, back_peak = timed(lambda: _backward(out), model.device)
-    context, tokens = segment.length, settings.response
+    def passed(work: Callable[[], Any]) -> tuple[Any, float, int | None]:
+        found = timed(work, device)
+        sent.append(subject.sent)
+        return found
+
+    _, scored, score_peak = passed(_score(subject, segment, block))
+    out, ahead, ahead_peak = passed(lambda: _forward(subject, segment, block))
+    _, back, back_peak = passed(lambda: _backward(out))
+    context, tokens = segment.length, subject.settings.response
     forward, again, backward = replay_flops(
         subject.text_config, subject.sizes, context, tokens, subject.training
     )
-    once = roofline_seconds(forward, subject.ceilings)
-    twice = roofline_seconds(again, subject.ceilings)
-    twice += roofline_seconds(backward, subject.ceilings, backward=True)
-    return [
+    once = subject.roofline(forward)
+    twice = subject.roofline(again) + subject.roofline(backward, backward=True)
+    phases = [
         Phase("score", context, tokens, scored, forward, once, None, score_peak),
         Phase("forward", context, tokens, ahead, forward, once, None, ahead_peak),
         Phase("backward", context, tokens, back, again + backward, twice, None, back_peak),
     ]
+    counted = [after - before for before, after in pairwise(sent)]
+    return [_with_sent(subject, p, count) for p, count in zip(phases, counted, strict=True)]
+
+
+def _with_sent(subject: Subject, phase: Phase, counted: int) -> Phase:
+    """What ranks sent each other in it, and what they should have by formula."""
+    config, split = subject.text_config, subject.split
+    if split is None:
+        return phase
+    block = range(phase.context, phase.context + phase.tokens)
+    formula = forward_bytes(config, block, split)
+    if phase.name == "backward":
+        again = forward_bytes(config, block, split, again=True)
+        formula = backward_bytes(config, block, split)
+        formula.update(again if subject.settings.checkpointing else {})
+    return replace(phase, sent_bytes=(counted, sum(formula.values())))
 
 
 def _median(same: list[Phase]) -> Phase:
@@ -111,7 +132,7 @@ def _median(same: list[Phase]) -> Phase:
 
 def _with_peak(subject: Subject, segment: Segment, phase: Phase) -> Phase:
     """Predicted bytes, and measured ones where no allocator tells: on a CPU of a whole response."""
-    if phase.name == "forward":
+    if phase.name == "forward" or subject.settings.cp > 1:
         return phase
     scored, plan = phase.name == "score", subject.plan(segment.length)
     # gradients of responses before are there

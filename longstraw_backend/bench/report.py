@@ -37,6 +37,8 @@ def print_phase(console: Console, phase: Phase) -> None:
         parts.append(f"{phase.fraction:.3f} of the roofline {phase.roofline_seconds:,.3f} s")
     if phase.predicted_bytes is not None:
         parts.append(f"peak {_gib(phase.peak_bytes)}, predicted {_gib(phase.predicted_bytes)}")
+    if phase.sent_bytes is not None:
+        parts.append("sent {:,} bytes a rank, by formula {:,}".format(*phase.sent_bytes))
     console.print(", ".join(parts), soft_wrap=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +14,9 @@ from rich.console import Console
 from tqdm import tqdm
 
 from longstraw_backend import __version__
+from longstraw_backend.compare.ranks import on_ranks
 from longstraw_backend.models.sizes import ModelSizes
+from longstraw_backend.parallel.layout import expert_ranks
 from longstraw_backend.state import Segment
 
 from .capture import capture, capture_phase, chunk_phase, last_chunk
@@ -28,6 +30,7 @@ from .settings import Settings
 from .shapes import config_of
 from .step import step_phases
 from .subject import Subject, make_subject
+from .together import speaks
 from .watched import kernel_shares
 
 __all__ = ["bench", "planned"]
@@ -39,12 +42,25 @@ def bench(settings: Settings, console: Console | None = None) -> dict[str, Any] 
     Raises:
         ValueError: an option does not fit; the text names it.
     """
-    console = console or Console()
     config = config_of(settings.shape, settings.layers, settings.vocab)
-    device = torch.device(settings.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: torch finds no CUDA device; use --device cpu")
-    progress = Progress.begin(settings)
+    if settings.cp == 1:
+        return _bench(settings, console)
+    try:
+        settings = replace(settings, ep=expert_ranks(config, settings.cp, settings.ep))
+    except ValueError as error:
+        raise ValueError(str(error).replace("expert_parallel_size", "--ep")) from error
+    return on_ranks(_bench, settings.cp, settings.device, settings)
+
+
+def _bench(settings: Settings, console: Console | None = None) -> dict[str, Any] | None:
+    """On every rank, of which the first prints and writes."""
+    console = console or Console(quiet=not speaks())
+    if not speaks():
+        settings = replace(settings, folder=None)
+    progress, device = Progress.begin(settings), torch.device(settings.device)
+    config = config_of(settings.shape, settings.layers, settings.vocab)
     sizes = ModelSizes.of(config)
     dtype = getattr(torch, str(settings.dtype))
     ceilings = measure_ceilings(

@@ -15,7 +15,7 @@ Verb = Literal["capture", "replay", "step", "ladder", "plan"]
 Dtype = Literal["bfloat16", "float32"]
 Device = Literal["cpu", "cuda"]
 
-_COUNTS = "response", "group", "chunk", "page_tokens", "head_chunk"
+_COUNTS = "response", "group", "chunk", "page_tokens", "head_chunk", "cp"
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Settings:
         device: ``cpu`` or ``cuda``.
         dtype: of weights and activations; by default bfloat16 on CUDA, float32 on a CPU.
         profile: also give the shares of kernels.
+        cp: ranks that share the prompt, parameters and optimizer, with a GPU each on CUDA.
+        ep: ranks that share the experts; None as many of them as possible.
         budget_gb: GiB of device memory that a plan fills.
         folder: where a run keeps its progress and captured state; None keeps none.
         resume: go on from the state in the folder.
@@ -69,6 +71,8 @@ class Settings:
     device: Device = "cpu"
     dtype: Dtype | None = None
     profile: bool = True
+    cp: int = 1
+    ep: int | None = None
     budget_gb: float = 139.0
     folder: Path | None = None
     resume: bool = False
@@ -83,6 +87,7 @@ class Settings:
                 _check_at_least(name, getattr(self, name), 1)
         _check_at_least("lora", self.lora, 0)
         self._check_context()
+        self._check_ranks()
         if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"--seconds: expected a positive number, got {self.seconds}")
         if not self.budget_gb > 0 or self.save_every < 0:
@@ -119,6 +124,23 @@ class Settings:
                 f"--context: expected multiples of --chunk {self.chunk} but for the last, "
                 f"got {uneven[0]}"
             )
+
+    def _check_ranks(self) -> None:
+        if self.cp == 1:
+            return
+        for name in ("chunk", "response"):
+            if getattr(self, name) % self.cp:
+                raise ValueError(
+                    f"--{name}: expected a multiple of --cp {self.cp}, got {getattr(self, name)}"
+                )
+        alone = {
+            "--random-state": self.random_state,
+            "--resume, --seconds": self.resume or self.seconds is not None,
+            "plan": self.verb == "plan",
+        }
+        for name, asked in alone.items():
+            if asked:
+                raise ValueError(f"{name}: is of one rank, got --cp {self.cp}; take --cp 1")
 
     @property
     def config(self) -> LongStrawConfig:
@@ -160,7 +182,9 @@ class Settings:
     @property
     def walk(self) -> dict[str, Any]:
         """What a captured state depends on."""
-        names = "shape layers vocab chunk page_tokens gradient offload lora device dtype".split()
+        names = (
+            "shape layers vocab chunk page_tokens gradient offload lora device dtype cp ep".split()
+        )
         values = self.as_json()
         return {name: values[name] for name in names} | {"length": self.length}
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longstraw_backend.groups import Group, Row, group_rows
 from longstraw_backend.kernels.logprob_head import LogProbs
 from longstraw_backend.parallel import Lockstep
+from longstraw_backend.parallel.finalize import clip_gradients
 from longstraw_backend.state import PromptKey, PromptStore, Segment
 from longstraw_backend.walk import BatchRun, GroupWalk, Meter, advance
 from longstraw_backend.walk.advance import spans
 
-from .ceilings import roofline_seconds
 from .flops import Flops, replay_flops, reverse_flops
 from .phase import Phase
 from .replay import one_response
@@ -42,7 +43,7 @@ def step_phases(subject: Subject, prompt: Tensor, segment: Segment) -> list[Phas
     groups = _group(subject, prompt)
 
     def update() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        clip_gradients(parameters, 1.0)
         optimizer.step()
 
     passes = [
@@ -78,7 +79,7 @@ def _run(walk: GroupWalk, groups: list[Group], meter: Meter, *, grad: bool) -> N
     BatchRun(
         walk,
         meter,
-        Lockstep(),
+        Lockstep(dist.group.WORLD if dist.is_initialized() else None),
         key=lambda _: _KEY,
         temperature=lambda _: 1.0,
         on_row=on_row,
@@ -110,7 +111,7 @@ def _phases(
         for name, (count, passes) in work.items()
     ]
     seconds, peak = measured[2]
-    most = subject.plan(context).peak("step")
+    most = subject.predicted(context, "step")
     return [*found, Phase("optimizer", context, 0, seconds, Flops(), 0.0, most, peak)]
 
 
@@ -127,8 +128,7 @@ def _phase(
     prompt lies in the replay's measured peak."""
     forward = sum((f for f, _ in passes), start=Flops())
     backward = sum((b for _, b in passes), start=Flops())
-    best = roofline_seconds(forward, subject.ceilings)
-    best += roofline_seconds(backward, subject.ceilings, backward=True)
+    best = subject.roofline(forward) + subject.roofline(backward, backward=True)
     walks_back = subject.settings.gradient == "exact" and name != "score"
-    predicted = subject.plan(context).peak("step" if walks_back else name)
+    predicted = subject.predicted(context, "step" if walks_back else name)
     return Phase(name, context, tokens, seconds, forward + backward, best, predicted, peak)

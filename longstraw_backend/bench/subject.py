@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from longstraw_backend.compare.inputs import add_adapters
 from longstraw_backend.compare.sides import driven
 from longstraw_backend.models import DrivenModel
+from longstraw_backend.models.block_traffic import Split
 from longstraw_backend.models.sizes import ModelSizes, num_routed
+from longstraw_backend.parallel import Layout
+from longstraw_backend.parallel.sharding import shard
 from longstraw_backend.state import Segment
 from longstraw_backend.walk import Block, advance
 from longstraw_backend.walk.capture import prompt_segment
 
-from .ceilings import Ceilings
-from .flops import Training
+from .ceilings import Ceilings, roofline_seconds
+from .flops import Flops, Training
 from .planner import Plan, plan_of
 from .settings import Settings
 from .shapes import random_model
@@ -46,6 +50,26 @@ class Subject:
         s = self.settings
         return Training(s.gradient, s.lora, s.checkpointing)
 
+    @property
+    def split(self) -> Split | None:
+        """How ranks share a block; None for one rank."""
+        s = self.settings
+        element = int(getattr(torch, str(s.dtype)).itemsize)
+        return None if s.cp == 1 else Split(s.cp, s.ep or 1, element)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that have left this rank for others."""
+        return sum(self.model.ranks.traffic.sent.values())
+
+    def roofline(self, flops: Flops, *, backward: bool = False) -> float:
+        """Seconds at the ceilings, with the work shared evenly by all ranks."""
+        return roofline_seconds(flops, self.ceilings, backward=backward) / self.settings.cp
+
+    def predicted(self, length: int, phase: str) -> int | None:
+        """Peak by the planner; it knows one rank only."""
+        return self.plan(length).peak(phase) if self.settings.cp == 1 else None
+
     def plan(self, length: int) -> Plan:
         """Of a capture that has come to ``length`` tokens: pages are allocated whole."""
         page = self.settings.page_tokens
@@ -73,11 +97,15 @@ class Subject:
         state = sum(layer.nbytes + layer.cotangent_nbytes for layer in here)
         module = self.model.module
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        return state + sum(x.nbytes for x in [*module.parameters(), *module.buffers(), *gradients])
+        return state + sum(
+            x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes
+            for x in [*module.parameters(), *module.buffers(), *gradients]
+        )
 
 
 def make_subject(settings: Settings, config: Any, sizes: ModelSizes, ceilings: Ceilings) -> Subject:
-    """Make the model, with adapters if wanted, and run two chunks to warm up.
+    """Make the model, with adapters if wanted, share it out over ranks, and run two chunks to warm
+    up; every rank must call it.
 
     Raises:
         ValueError: the device or peft is missing.
@@ -86,10 +114,18 @@ def make_subject(settings: Settings, config: Any, sizes: ModelSizes, ceilings: C
     if settings.lora:
         stock.requires_grad_(False)
         stock = add_adapters(stock, settings.lora, 0, experts=not num_routed(config))
-    subject = Subject(settings, config, sizes, driven(stock), ceilings)
+    subject = Subject(settings, config, sizes, _shared_out(driven(stock), settings), ceilings)
     with torch.no_grad():
         few = min(settings.chunk, settings.length)
         scratch = subject.room(2 * few)
         for part in subject.tokens(2 * few).split(few):
             advance(subject.model, part[None], scratch)
     return subject
+
+
+def _shared_out(model: DrivenModel, settings: Settings) -> DrivenModel:
+    """Parameters sharded over all ranks, which share each prompt."""
+    if settings.cp == 1:
+        return model
+    layout = Layout.of(settings.device, settings.cp, settings.ep or 1)
+    return replace(model, module=shard(model.module, layout), ranks=layout.ranks)

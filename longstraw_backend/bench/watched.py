@@ -14,9 +14,12 @@ from torch._C._autograd import DeviceType
 from longstraw_backend.allocations import cpu_peak_bytes, muted
 from longstraw_backend.walk.meter import wait_for
 
+from .together import largest, wait_for_all
+
 __all__ = ["GROUPS", "group_of", "kernel_shares", "timed", "transient_peak"]
 
 _PATTERNS = {
+    "communication": r"nccl|c10d|gloo|all_?gather|reduce_?scatter|all_?to_?all|all_?reduce|barrier",
     "attention": r"attention|sdpa|flash|fmha|mla|topk|select",
     "delta rule": r"delta|gdn|kkt|chunk_|recompute_w_u|solve_tri|triangular|conv|main_kernel",
     "copies": r"memcpy|memset|copy|cat(array|$)|clone|gather|index|scatter|contiguous",
@@ -35,16 +38,20 @@ def group_of(name: str) -> str:
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float, int | None]:
-    """What ``work`` returns, its seconds, and the allocator's peak in bytes on CUDA."""
+    """What ``work`` returns, its seconds on the slowest rank, and the allocator's peak in bytes on
+    CUDA, the highest of all ranks."""
     cuda = device.type == "cuda"
     wait_for(device)
+    wait_for_all()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
     result = work()
     wait_for(device)
+    wait_for_all()
     seconds = time.perf_counter() - began
-    return result, seconds, torch.cuda.max_memory_allocated(device) if cuda else None
+    peak = largest(torch.cuda.max_memory_allocated(device), device) if cuda else None
+    return result, seconds, peak
 
 
 def transient_peak(work: Callable[[], Any], device: torch.device) -> int | None:
