@@ -53,7 +53,8 @@ class How(NamedTuple):
 
 
 class Merge:
-    """Running merge of partial outputs by log-sum-exp, in the dtype of the log-sum-exp."""
+    """Running merge of partial outputs by log-sum-exp, in the dtype of the log-sum-exp and in place:
+    the first part's output is given away."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         self.out, self.lse = out.to(lse.dtype), lse
@@ -61,9 +62,8 @@ class Merge:
     def add(self, out: Tensor, lse: Tensor) -> None:
         """One more part; a query without keys in it has an output of 0 and -inf."""
         total = torch.logaddexp(self.lse, lse)
-        self.out = (
-            self.out * (self.lse - total).exp()[..., None] + out * (lse - total).exp()[..., None]
-        )
+        self.out.mul_((self.lse - total).exp()[..., None])
+        self.out.addcmul_(out, (lse - total).exp()[..., None])
         self.lse = total
 
 

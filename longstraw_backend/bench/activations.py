@@ -113,13 +113,13 @@ def _attended(config: Any, kind: str, e: int) -> int:
 
 
 def _attention(config: Any, e: int, trained: bool) -> LayerBytes:
-    """Forward: query, folded query, gate, a page's output; merged output and the three that a merge
-    makes. Backward: dq wide; dout, query and output folded, dq of a page."""
+    """Forward: query, folded query, gate, a page's output; merged output and one more of a merge.
+    Backward: dq wide; dout, query and output folded, dq of a page."""
     width = config.num_attention_heads * head_width(config)
     keys = config.num_key_value_heads * head_width(config)
     gated = 1 if config.model_type.startswith(("qwen3_5", "qwen3_next")) else 0
     normed = "qwen3" in config.model_type
-    forward = e * (width * (3 + gated) + 2 * keys) + 4 * WIDE * width
+    forward = e * (width * (3 + gated) + 2 * keys) + 2 * WIDE * width
     norms = _norm(width + keys, trained) if normed else 0
     graph = norms + e * (width * (3 + 2 * gated) + 2 * keys)
     return LayerBytes(forward, graph, (WIDE + 5 * e) * width)
@@ -160,7 +160,7 @@ def _latent(config: Any, kind: str, e: int, trained: bool) -> LayerBytes:
         picked = candidates + 2 * e * spec.index.heads * spec.index.dim
     forward = e * (low + query + 2 * out + wide) + picked
     dense = wide if kind == "dense" else 0
-    forward += dense * (e + 4 * WIDE)
+    forward += dense * (e + 2 * WIDE)
     graph = _norm(low, trained) + e * (low + query + wide + out + values) + 4 * picked // 24
     graph += e * dense  # outputs as wide as keys
     return LayerBytes(forward, graph, e * (2 * wide + 2 * out) + dense * (WIDE + 3 * e))
