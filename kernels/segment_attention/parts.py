@@ -53,7 +53,7 @@ class How(NamedTuple):
 
 
 class Merge:
-    """Running merge of partial outputs by log-sum-exp, in the dtype of the log-sum-exp and in place:
+    """Running merge of parts by log-sum-exp, in the dtype of the log-sum-exp and in place:
     the first part's output is given away."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
