@@ -62,10 +62,14 @@ for stage in "$@"; do
         bench capture "chunk_27b_$kinds" $big --context 512K --random-state --offload $kinds
         bench replay "replay_27b_$kinds" $big --context 512K --random-state --offload $kinds $response --group 1
     done ;;
+    stock-step) python3 examples/bench_stock.py step --shape qwen3.5-4b --json "$out/stock_step_4b.json" ;;
+    stock-longest) for shape in qwen3.5-4b qwen3-8b; do
+        python3 examples/bench_stock.py longest --shape $shape --responses 1024 --json "$out/stock_longest_$shape.json"
+    done ;;
     wait) wait_all ;;
     *)
         echo "bench_h200.sh: expected plan, capture, capture-1m-start, group, replay-512k, step, exact," \
-            "2m-4b-start, 2m-9b-start, 2m-replay, 2m-27b, glm, offload or wait, got $stage" >&2
+            "2m-4b-start, 2m-9b-start, 2m-replay, 2m-27b, glm, offload, stock-step, stock-longest or wait, got $stage" >&2
         exit 2
         ;;
     esac

@@ -33,7 +33,7 @@ from .subject import Subject, make_subject
 from .together import speaks
 from .watched import kernel_shares
 
-__all__ = ["bench", "planned"]
+__all__ = ["bench", "described", "planned"]
 
 
 def bench(settings: Settings, console: Console | None = None) -> dict[str, Any] | None:
@@ -72,7 +72,7 @@ def _bench(settings: Settings, console: Console | None = None) -> dict[str, Any]
     run = _Run(make_subject(settings, config, sizes, ceilings), progress, console)
     if not run.all():
         return None
-    return _described(settings, sizes) | {
+    return described(settings) | {
         "ceilings": asdict(ceilings),
         "chunks": [asdict(c) for c in progress.chunks],
         "phases": run.phases,
@@ -89,7 +89,7 @@ def planned(settings: Settings, console: Console | None = None) -> dict[str, Any
     phases = "capture", "replay", "step"
     longest = {phase: largest_context(config, sizes, settings, phase) for phase in phases}
     print_plan(console or Console(), settings, plans, longest)
-    return _described(settings, sizes) | {
+    return described(settings) | {
         "plans": [{"context": c} | plan for c, plan in plans.items()],
         "largest_context": longest,
     }
@@ -153,11 +153,12 @@ class _Run:
         print_shares(self.console, name, self.shares[name])
 
 
-def _described(settings: Settings, sizes: ModelSizes) -> dict[str, Any]:
+def described(settings: Settings) -> dict[str, Any]:
     """What every result says of itself."""
+    config = config_of(settings.shape, settings.layers, settings.vocab)
     return {
         "settings": settings.as_json(),
-        "parameters": sizes.parameters,
+        "parameters": ModelSizes.of(config).parameters,
         "hardware": _hardware(settings),
         "versions": _versions(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
