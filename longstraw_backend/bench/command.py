@@ -55,7 +55,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--shape",
         default=_DEFAULTS.shape,
         help="qwen3.5-0.8b (default), qwen3.5-4b, qwen3.5-9b, qwen3.6-27b, qwen3.6-35b-a3b, "
-        "qwen3-8b, glm-5.2, or tiny-FAMILY",
+        "qwen3-8b, glm-5.2, tiny-FAMILY, or the folder of a checkpoint (its config.json is read)",
     )
     parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only")
     parser.add_argument("--vocab", type=int, metavar="N", help="another size of the vocabulary")

@@ -24,7 +24,7 @@ class Settings:
 
     Attributes:
         verb: what is run.
-        shape: name of a shape; ``shapes.py`` lists them.
+        shape: name of a shape, which ``shapes.py`` lists, or the folder of a checkpoint.
         layers: the first so many layers only; None for all.
         vocab: size of the vocabulary instead of the published one.
         context: prompt tokens whose state is captured, ascending; several for a ladder only.

@@ -10,6 +10,7 @@ Names ``tiny-FAMILY`` are the models of ``longstraw_backend/tiny.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 __all__ = ["SHAPES", "config_of", "random_model", "shape_names"]
@@ -121,16 +122,18 @@ def config_of(name: str, layers: int | None = None, vocab: int | None = None) ->
     """The configuration of a text model.
 
     Args:
+        name: of a shape, or the folder of a checkpoint, of which ``config.json`` alone is read.
         layers: keep the first so many; whether they are whole periods of a pattern is the caller's
             matter.
         vocab: another size of the vocabulary.
 
     Raises:
-        ValueError: there is no such shape, or it has fewer layers.
+        ValueError: there is no such shape, its family is not supported, or it has fewer layers.
     """
     from transformers import AutoConfig
 
-    options = _options(name)
+    folder = Path(name)
+    options = _published(folder) if (folder / "config.json").is_file() else _options(name)
     have = options["num_hidden_layers"]
     count = have if layers is None else layers
     if not 1 <= count <= have:
@@ -144,6 +147,20 @@ def config_of(name: str, layers: int | None = None, vocab: int | None = None) ->
     return AutoConfig.for_model(options.pop("model_type"), **options)
 
 
+def _published(folder: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    from longstraw_backend.models import check_supported
+
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    try:
+        check_supported(config)
+    except ValueError as error:
+        raise ValueError(f"--shape: {folder}: {error}") from error
+    options: dict[str, Any] = config.to_dict()
+    return options
+
+
 def _options(name: str) -> dict[str, Any]:
     from longstraw_backend.models.families import SUPPORTED, text_model_type
     from longstraw_backend.models.index_share import indexer_schedule
@@ -154,7 +171,10 @@ def _options(name: str) -> dict[str, Any]:
         return options_of(family) | {"model_type": text_model_type(family)}
     if name not in SHAPES:
         known = ", ".join(shape_names())
-        raise ValueError(f"--shape: expected one of {known} or tiny-FAMILY, got {name!r}")
+        raise ValueError(
+            f"--shape: expected one of {known}, tiny-FAMILY or the folder of a checkpoint, "
+            f"got {name!r}"
+        )
     options = dict(SHAPES[name])
     if options["model_type"] == "glm_moe_dsa":
         options["indexer_types"] = indexer_schedule(78, freq=4, offset=3)

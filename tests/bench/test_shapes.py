@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from transformers import AutoConfig
 
 from longstraw_backend.bench.planner import state_of_layer
 from longstraw_backend.bench.shapes import SHAPES, config_of
 from longstraw_backend.models.families import layer_types_of
 from longstraw_backend.models.sizes import ModelSizes
+from longstraw_backend.tiny import AVAILABLE, tiny_model
 
 # of the text models: a published name counts the vision tower and the drafting layer too
 BILLIONS = {
@@ -45,6 +49,22 @@ def test_fewer_layers_are_the_first_ones() -> None:
 def test_layers_that_there_are_not_are_refused(layers: int) -> None:
     with pytest.raises(ValueError, match="--layers: expected 1 to 24"):
         config_of("qwen3.5-0.8b", layers=layers)
+
+
+@pytest.mark.parametrize("family", [f for f in ("qwen3", "qwen3_5_moe") if f in AVAILABLE])
+def test_a_checkpoints_own_configuration_is_a_shape(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.config.save_pretrained(tmp_path)
+    config = config_of(str(tmp_path), layers=2)
+    assert config.num_hidden_layers == 2 and len(layer_types_of(config)) == 2
+    parameters = ModelSizes.of(config_of(str(tmp_path))).parameters
+    assert parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_checkpoint_that_is_not_supported_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"--shape: {tmp_path}: .*gpt2"):
+        config_of(str(tmp_path))
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
